@@ -1,0 +1,853 @@
+"""One frozen, typed config. YAML is parsed once, here; later nobody sees a DictConfig and nobody assigns to a config.
+
+The dataclasses are what the rest of the package reads; ``parse`` makes them from a composed tree by the table in
+``keys.py``; ``describe`` prints the plan. No torch here: a misspelt key is told within a second or two.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from mindspeed_odpo.errors import ConfigError, nearest
+from mindspeed_odpo.keys import (
+    ACTOR,
+    ALGORITHM,
+    FIXED,
+    FORWARDED,
+    HOST_ONLY,
+    MODEL,
+    OWN,
+    POOL,
+    REF,
+    REQUIRED,
+    REWARD,
+    TRAINING,
+    WITHOUT_MEANING,
+    Key,
+    names,
+)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Architecture of one model, in Megatron's names (``configs/rlxf/model/*.yaml``)."""
+
+    name: str
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int
+    kv_channels: int
+    vocab_size: int
+    """True vocabulary: ids that may be sampled."""
+    padded_vocab_size: int
+    """Rows of the embedding, >= vocab_size; the rows above are never sampled and stand outside every softmax."""
+    max_position_embeddings: int
+    rotary_base: float = 10000.0
+    rope_scaling_factor: float | None = None
+    """Llama 3 rope scaling; None: plain rope."""
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+    norm_epsilon: float = 1e-5
+    add_qkv_bias: bool = False
+    untie_embeddings_and_output_weights: bool = False
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """Megatron's parallel sizes of one role. ``data`` is the number of data-parallel ranks."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    expert: int = 1
+    data: int = 1
+
+    @property
+    def world_size(self) -> int:
+        return self.tensor * self.pipeline * self.context * self.data
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW and its schedule; ``lr_warmup_iters`` and ``lr_decay_iters`` count iterations."""
+
+    lr: float = 1e-6
+    min_lr: float = 0.0
+    lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
+    lr_warmup_iters: int = 0
+    lr_decay_iters: int | None = None
+    """None: train_iters."""
+    weight_decay: float = 0.0
+    clip_grad: float = 1.0
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.999
+    adam_eps: float = 1e-8
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    loss_type: Literal["sigmoid", "ipo"] = "sigmoid"
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+
+
+@dataclass(frozen=True)
+class PairsConfig:
+    missing_eos_penalty: float = 0.0
+    """Subtracted from the score of an answer without EOS, before answers are compared; >= 0."""
+
+
+@dataclass(frozen=True)
+class ActorConfig:
+    model: ModelConfig
+    parallel: ParallelConfig
+    micro_batch_size: int
+    """Pairs (not sequences) in one forward pass."""
+    optimizer: OptimizerConfig
+    loss: LossConfig
+    load: Path
+    """A Hugging Face folder (start weights) or a checkpoint folder of ours (resume, unless ``finetune``)."""
+    finetune: bool = False
+    """True with a checkpoint folder: take its weights only, start at iteration 0."""
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    model: ModelConfig
+    parallel: ParallelConfig
+    num_answers: int = 2
+    """K, answers a prompt."""
+    max_prompt_length: int = 512
+    max_new_tokens: int = 512
+    """R = seq_length - max_prompt_length."""
+    prompts_per_call: int = 0
+    """Prompts decoded together on one rank (upstream's num_samples_per_step); 0: all of the rank's share."""
+    do_sample: bool = True
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0: no limit."""
+
+
+@dataclass(frozen=True)
+class ReferenceConfig:
+    model: ModelConfig
+    parallel: ParallelConfig
+    micro_batch_size: int
+    """Prompts (K sequences each) in one forward pass."""
+    load: Path = Path()
+
+
+@dataclass(frozen=True)
+class RewardFunction:
+    target: str
+    """``package.module:name`` or ``path/to/file.py:name``."""
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    """Python functions (their weighted sum), or one Hugging Face sequence classifier in ``load``."""
+
+    functions: tuple[RewardFunction, ...] = ()
+    load: Path | None = None
+    micro_batch_size: int = 8
+    """Sequences in one forward pass of a reward model."""
+    parallel: ParallelConfig = ParallelConfig()
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    path: Path
+    """A JSONL file."""
+    prompt_key: str = "prompt"
+    """Column with the prompt: a string, or a list of {role, content} messages."""
+    system_prompt: str | None = None
+    """A system turn put in front of every prompt that has none; None: what the chat template does by itself."""
+    shuffle: bool = True
+    """A new seeded order every epoch; False: file order."""
+
+
+@dataclass(frozen=True)
+class SaveConfig:
+    directory: Path | None = None
+    """Checkpoints; None: RUN/checkpoints."""
+    interval: int = 0
+    """Iterations between checkpoints; 0: only at the end."""
+    export_hf: bool = True
+    """Write the trained policy as a Hugging Face folder, RUN/policy_hf, at the end."""
+    checkpoint_at_end: bool = True
+
+    def due(self, step: int) -> bool:
+        return self.interval > 0 and step % self.interval == 0
+
+
+@dataclass(frozen=True)
+class Config:
+    stage: str
+    train_iters: int
+    global_batch_size: int
+    """Prompts = pairs an iteration, over all ranks."""
+    seed: int
+    bf16: bool
+    """True: bf16 weights and activations, fp32 masters and reductions. False: fp32."""
+    placement: Literal["separate", "colocate"]
+    tokenizer: Path
+    run_dir: Path
+    actor: ActorConfig
+    rollout: RolloutConfig
+    reference: ReferenceConfig
+    reward: RewardConfig
+    data: DataConfig
+    pairs: PairsConfig
+    save: SaveConfig
+    cpu_threads: int = 0
+    """Torch threads of one rank on CPU; 0: cores / ranks that work at the same time, at least 1."""
+    timeout_minutes: float = 30.0
+    """Longest wait of one collective or one role's call."""
+    forwarded: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """``actor_rollout``, ``ref`` -> keys that are not ours and go to Megatron's TransformerConfig (standalone) or the host's parser."""
+    notices: tuple[str, ...] = ()
+    """Lines printed once at start: ignored keys, defaults that differ from upstream's."""
+
+    @property
+    def checkpoint_dir(self) -> Path:
+        """Where checkpoints go."""
+        return self.save.directory or self.run_dir / "checkpoints"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# parse
+
+_ROLES = (ACTOR, REF, REWARD)
+_MISSING = object()
+
+
+def parse(tree: Mapping[str, Any], name: str) -> Config:
+    """The config of a composed tree (``OmegaConf.to_container``), called ``name``.
+
+    Raises ConfigError, one line with the key's full path, for an unknown or misplaced name, a wrong type, a value out
+    of range, settings that contradict each other, and paths that are not there.
+    """
+    return _Parser(tree).config(name)
+
+
+class _Parser:
+    """One composed tree, checked name by name; ``get`` reads a key with its precedence model < training < role."""
+
+    def __init__(self, tree: Mapping[str, Any]) -> None:
+        sections = {section.partition(".")[0]: section for section in (TRAINING, REWARD, ALGORITHM, POOL)}
+        known = [*sections, "actor_rollout_ref", "model"]
+        for top in tree:
+            if top not in known:
+                raise ConfigError(_unknown_section(str(top), tree[top], known))
+        both = _mapping(tree, "actor_rollout_ref")
+        for role in both:
+            if role not in ("actor_rollout", "ref"):
+                raise ConfigError(f"unknown key 'actor_rollout_ref.{role}'{nearest(str(role), ['actor_rollout', 'ref'])}")
+        self.trees: dict[str, Mapping[str, Any]] = {section: _mapping(tree, section) for section in (TRAINING, REWARD, ALGORITHM, POOL)}
+        self.trees[ACTOR] = _mapping(both, "actor_rollout", "actor_rollout_ref.")
+        self.trees[REF] = _mapping(both, "ref", "actor_rollout_ref.")
+        models = _mapping(tree, "model")
+        self.models = {str(model): _mapping(models, model, "model.") for model in models}
+        self.model_of: dict[str, str] = {}
+        self.without_meaning: list[str] = []
+        self.host_only: list[str] = []
+        self.notices: list[str] = []
+        for section, content in self.trees.items():
+            self._check_names(section, section, content)
+        for model, content in self.models.items():
+            self._check_names(MODEL, f"model.{model}", content)
+
+    # -- names ---------------------------------------------------------------------------------------------------------
+
+    def _check_names(self, section: str, path: str, content: Mapping[str, Any]) -> None:
+        allowed = set(names(section))
+        if section in (TRAINING, MODEL, *_ROLES):
+            allowed |= {*FORWARDED, *FIXED, *names(MODEL)}
+        if section in (TRAINING, MODEL):
+            allowed |= {*names(TRAINING), *(key for role in _ROLES for key in names(role))}
+        for key, value in content.items():
+            if key in WITHOUT_MEANING:
+                self.without_meaning.append(f"{path}.{key}")
+            elif key in HOST_ONLY:
+                self.host_only.append(str(key))
+            elif key not in allowed:
+                near = nearest(str(key), sorted(allowed)).replace("'", f"'{path}.", 1)
+                raise ConfigError(f"unknown key '{path}.{key}'{_elsewhere(str(key), section) or near}")
+            elif key in FIXED and value is not None:
+                only, why = FIXED[key]
+                if value != only or isinstance(value, bool) != isinstance(only, bool):
+                    raise ConfigError(f"{path}.{key}: only {_show(only)} is accepted, got {_show(value)}; {why}")
+
+    # -- values --------------------------------------------------------------------------------------------------------
+
+    def _places(self, section: str) -> list[tuple[str, Mapping[str, Any]]]:
+        """Where a key of ``section`` may stand, first hit wins."""
+        places = [(section, self.trees[section])]
+        if section in _ROLES:
+            places.append((TRAINING, self.trees[TRAINING]))
+        if section in (TRAINING, *_ROLES):
+            model = self.model_of.get(ACTOR if section == TRAINING else section)
+            if model is not None:
+                places.append((f"model.{model}", self.models[model]))
+        return places
+
+    def find(self, section: str, name: str) -> tuple[str, Any]:
+        """(full path, raw value) of a key; the value is ``_MISSING`` where nobody set it."""
+        for place, content in self._places(section):
+            if content.get(name) is not None:
+                return f"{place}.{name}", content[name]
+        return f"{section}.{name}", _MISSING
+
+    def get(self, section: str, name: str, default: Any = _MISSING) -> Any:
+        """Typed value of a key of ``section``; ``default`` stands in for the ``<...>`` defaults of the table."""
+        key = _key(section, name)
+        path, value = self.find(section, name)
+        if value is not _MISSING:
+            return _typed(path, key, value)
+        if key.default is REQUIRED:
+            raise ConfigError(f"{path} is not set: {key.doc}")
+        return key.default if default is _MISSING else default
+
+    def was_set(self, section: str, name: str) -> bool:
+        return self.find(section, name)[1] is not _MISSING
+
+    # -- parts ---------------------------------------------------------------------------------------------------------
+
+    def config(self, name: str) -> Config:
+        actor_model = self._pick_model(ACTOR, None)
+        self._pick_model(REF, actor_model)
+        get = self.get
+        iters, batch, length = get(TRAINING, "train_iters"), get(TRAINING, "global_batch_size"), get(TRAINING, "seq_length")
+        parallel = self._parallel(batch)
+        model, reference_model = self._model(ACTOR, length), self._model(REF, length)
+        if (model.vocab_size, model.padded_vocab_size) != (reference_model.vocab_size, reference_model.padded_vocab_size):
+            raise ConfigError(
+                f"{REF}.model: '{reference_model.name}' has {reference_model.vocab_size} tokens ({reference_model.padded_vocab_size} rows),"
+                f" the policy's '{model.name}' {model.vocab_size} ({model.padded_vocab_size}): both must score the same ids"
+            )
+        load, reference_load = self._loads()
+        run_name = get(TRAINING, "run_name", name)
+        if "/" in run_name or run_name in ("", ".", ".."):
+            raise ConfigError(f"training.run_name: a plain name without '/', got '{run_name}'; for another folder set training.run_dir")
+        run_dir = get(TRAINING, "run_dir", Path("runs", run_name).absolute())
+        for option in ("no_load_optim", "no_load_rng"):
+            if get(TRAINING, option) and not get(ACTOR, "finetune") and not _is_hf(load):
+                raise ConfigError(f"training.{option}: true would resume half a checkpoint; set {ACTOR}.finetune=true to take weights only")
+        for option, only, why in (
+            ("ppo_epochs", 1, "this version makes one pass over the pairs of an iteration"),
+            ("ppo_mini_batch_size", batch, "this version makes one optimizer step an iteration, over training.global_batch_size pairs"),
+        ):
+            if get(ACTOR, option, only) != only:
+                raise ConfigError(f"{self.find(ACTOR, option)[0]}: {get(ACTOR, option)} is not supported, set it to {only}; {why}")
+        micro = get(ACTOR, "micro_batch_size")
+        config = Config(
+            stage=get(TRAINING, "stage"),
+            train_iters=iters,
+            global_batch_size=batch,
+            seed=get(TRAINING, "seed"),
+            bf16=get(TRAINING, "bf16"),
+            placement=get(TRAINING, "placement"),
+            tokenizer=self._tokenizer(load),
+            run_dir=run_dir,
+            actor=ActorConfig(
+                model, parallel[ACTOR], micro, self._optimizer(iters), self._loss(), load=load, finetune=get(ACTOR, "finetune")
+            ),
+            rollout=self._rollout(model, parallel["rollout"], length),
+            reference=ReferenceConfig(reference_model, parallel[REF], get(REF, "micro_batch_size", micro), reference_load),
+            reward=self._reward(parallel[REWARD]),
+            data=self._data(),
+            pairs=PairsConfig(self._missing_eos_penalty()),
+            save=SaveConfig(
+                get(ACTOR, "save", None), get(TRAINING, "save_interval"), get(TRAINING, "export_hf"), get(TRAINING, "checkpoint_at_end")
+            ),
+            cpu_threads=get(TRAINING, "cpu_threads"),
+            timeout_minutes=get(TRAINING, "timeout_minutes"),
+            forwarded={"actor_rollout": self._forwarded(ACTOR), "ref": self._forwarded(REF)},
+        )
+        return replace(config, notices=self._notices())
+
+    def _pick_model(self, role: str, default: str | None) -> str:
+        model = self.get(role, "model") if default is None else self.get(role, "model", default)
+        if model not in self.models:
+            listed = ", ".join(sorted(self.models)) or "none"
+            raise ConfigError(
+                f"{self.find(role, 'model')[0]}: no model '{model}' (defaults has: {listed}){nearest(model, self.models)}; "
+                f"add it to 'defaults: - model: [...]'"
+            )
+        self.model_of[role] = model
+        return str(model)
+
+    def _model(self, role: str, seq_length: int) -> ModelConfig:
+        name = self.model_of[role]
+
+        def get(key: str, default: Any = _MISSING) -> Any:
+            # a model's own key may be overridden in training and in the role
+            spec = _key(MODEL, key)
+            path, value = self.find(role, key)
+            if value is not _MISSING:
+                return _typed(path, spec, value)
+            if spec.default is REQUIRED:
+                raise ConfigError(f"model.{name}.{key} is not set: {spec.doc}")
+            return spec.default if default is _MISSING else default
+
+        hidden, heads = get("hidden_size"), get("num_attention_heads")
+        groups = get("num_query_groups", heads)
+        grouped = get("group_query_attention", None)
+        if grouped is False and groups != heads:
+            raise ConfigError(f"model.{name}: group_query_attention is false, but num_query_groups {groups} differs from {heads} heads")
+        if grouped and get("num_query_groups", None) is None:
+            raise ConfigError(f"model.{name}: group_query_attention is true, but num_query_groups is not set")
+        if heads % groups:
+            raise ConfigError(f"model.{name}: num_attention_heads {heads} is not a multiple of num_query_groups {groups}")
+        if get("kv_channels", None) is None and hidden % heads:
+            raise ConfigError(f"model.{name}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}; set kv_channels")
+        vocab, padded, multiple = get("vocab_size", None), get("padded_vocab_size", None), get("make_vocab_size_divisible_by")
+        if vocab is None and padded is None:
+            raise ConfigError(f"model.{name}: neither vocab_size nor padded_vocab_size is set")
+        padded = math.ceil(vocab / multiple) * multiple if padded is None else padded
+        vocab = padded if vocab is None else vocab
+        if padded < vocab:
+            raise ConfigError(f"model.{name}: padded_vocab_size {padded} is smaller than vocab_size {vocab}")
+        positions = get("max_position_embeddings")
+        if positions < seq_length:
+            raise ConfigError(
+                f"training.seq_length {seq_length} exceeds max_position_embeddings {positions} of model.{name}: "
+                f"set seq_length to {positions} or less"
+            )
+        scaled = get("rope_scaling_type") is not None
+        if scaled != (get("rope_scaling_factor") is not None):
+            raise ConfigError(f"model.{name}: rope_scaling_type: llama3 and rope_scaling_factor go together, only one of them is set")
+        return ModelConfig(
+            name=name,
+            num_layers=get("num_layers"),
+            hidden_size=hidden,
+            ffn_hidden_size=get("ffn_hidden_size"),
+            num_attention_heads=heads,
+            num_query_groups=groups,
+            kv_channels=get("kv_channels", hidden // heads),
+            vocab_size=vocab,
+            padded_vocab_size=padded,
+            max_position_embeddings=positions,
+            rotary_base=get("rotary_base"),
+            rope_scaling_factor=get("rope_scaling_factor"),
+            low_freq_factor=get("low_freq_factor"),
+            high_freq_factor=get("high_freq_factor"),
+            original_max_position_embeddings=get("original_max_position_embeddings"),
+            norm_epsilon=get("norm_epsilon"),
+            add_qkv_bias=get("add_qkv_bias"),
+            untie_embeddings_and_output_weights=get("untie_embeddings_and_output_weights"),
+        )
+
+    def _parallel(self, batch: int) -> dict[str, ParallelConfig]:
+        """Data-parallel sizes of every role, ``rollout`` included."""
+        for role in _ROLES:
+            for size in ("tensor", "pipeline", "context", "expert"):
+                self._only_one(role, f"{size}_model_parallel_size" if size != "context" else "context_parallel_size")
+        self._only_one(ACTOR, "inference_tensor_model_parallel_size")
+        pools = {name: sum(self.get(POOL, name)) if self.was_set(POOL, name) else None for name in names(POOL)}
+        colocate = self.get(TRAINING, "placement") == "colocate"
+        train = self.get(ACTOR, "num_gpus_for_train")
+        if colocate:
+            if not self.was_set(ACTOR, "num_gpus_for_train"):
+                train = pools["actor_rollout"] or 1
+            infer = ref = reward = train
+            for path, count in (
+                (f"{ACTOR}.num_gpus_for_infer", self.get(ACTOR, "num_gpus_for_infer", train)),
+                *((f"{POOL}.{name}", count or train) for name, count in pools.items()),
+            ):
+                if count != train:
+                    raise ConfigError(
+                        f"{path}: {count} ranks, but with training.placement=colocate all roles live on the same {train} "
+                        f"(num_gpus_for_train): set it to {train} or leave it out"
+                    )
+        else:
+            infer, ref, reward = self.get(ACTOR, "num_gpus_for_infer", 1), pools["ref"] or 1, pools["reward"] or 1
+            both = pools["actor_rollout"]
+            if both is not None and train + infer != both:
+                raise ConfigError(
+                    f"{POOL}.actor_rollout: {both} ranks, but num_gpus_for_train {train} + num_gpus_for_infer {infer} = {train + infer}: "
+                    "make them equal, or set training.placement=colocate"
+                )
+        sizes = {ACTOR: train, "rollout": infer, REF: ref, REWARD: reward}
+        sources = {ACTOR: "num_gpus_for_train", "rollout": "num_gpus_for_infer", REF: "resource_pool.ref", REWARD: "resource_pool.reward"}
+        for role, ranks in sizes.items():
+            if batch % ranks:
+                raise ConfigError(
+                    f"training.global_batch_size {batch} does not divide by the {ranks} data-parallel ranks of {sources[role]}: "
+                    f"use {batch - batch % ranks or ranks} or {batch - batch % ranks + ranks}, or other ranks"
+                )
+        return {role: ParallelConfig(data=ranks) for role, ranks in sizes.items()}
+
+    def _only_one(self, role: str, name: str) -> None:
+        size = self.get(role, name)
+        if size != 1:
+            raise ConfigError(f"{self.find(role, name)[0]}: {size}; this version trains with data parallelism only: set it to 1")
+
+    def _loads(self) -> tuple[Path, Path]:
+        load = self._folder(ACTOR, "load")
+        if not self.was_set(REF, "load"):
+            if not _is_hf(load):
+                raise ConfigError(
+                    f"{REF}.load is not set, and {ACTOR}.load {load} is a checkpoint: name the Hugging Face folder that training started "
+                    "from, the reference must not move on a resume"
+                )
+            return load, load
+        reference = self._folder(REF, "load")
+        if not _is_hf(reference):
+            raise ConfigError(f"{self.find(REF, 'load')[0]}: no config.json in {reference}; the reference loads from a Hugging Face folder")
+        return load, reference
+
+    def _folder(self, section: str, name: str) -> Path:
+        path: Path = self.get(section, name)
+        if not path.is_dir():
+            cure = "run 'make model'" if path.name == "smollm2-135m" else "give a Hugging Face folder (config.json, safetensors, tokenizer)"
+            raise ConfigError(f"{self.find(section, name)[0]}: no model folder at {path}: {cure}")
+        return path
+
+    def _tokenizer(self, load: Path) -> Path:
+        if not self.was_set(TRAINING, "tokenizer_name_or_path"):
+            if not _is_hf(load):
+                raise ConfigError(
+                    f"training.tokenizer_name_or_path is not set, and {ACTOR}.load {load} holds no tokenizer: name its folder"
+                )
+            return load
+        path: Path = self.get(TRAINING, "tokenizer_name_or_path")
+        if not path.is_dir():
+            cure = "run 'make model'" if path.name == "smollm2-135m" else "give a local folder with tokenizer.json"
+            raise ConfigError(f"training.tokenizer_name_or_path: no tokenizer folder at {path}: {cure}")
+        return path
+
+    def _optimizer(self, iters: int) -> OptimizerConfig:
+        get = self.get
+        lr, min_lr, decay = get(ACTOR, "lr"), get(ACTOR, "min_lr"), get(ACTOR, "lr_decay_iters", None)
+        warmup, fraction = get(ACTOR, "lr_warmup_iters"), get(ACTOR, "lr_warmup_fraction")
+        if min_lr > lr:
+            raise ConfigError(f"{ACTOR}.min_lr {min_lr:g} is larger than lr {lr:g}")
+        if warmup and fraction:
+            raise ConfigError(f"{ACTOR}.lr_warmup_iters {warmup} and lr_warmup_fraction {fraction:g} say the same thing: set one of them")
+        warmup = warmup or int(fraction * (decay or iters))
+        if warmup and warmup >= (decay or iters):
+            raise ConfigError(f"{ACTOR}.lr_warmup_iters {warmup} must be smaller than the {decay or iters} iterations of the decay")
+        return OptimizerConfig(
+            lr=lr,
+            min_lr=min_lr,
+            lr_decay_style=get(ACTOR, "lr_decay_style"),
+            lr_warmup_iters=warmup,
+            lr_decay_iters=decay,
+            weight_decay=get(ACTOR, "weight_decay"),
+            clip_grad=get(ACTOR, "clip_grad"),
+            adam_beta1=get(ACTOR, "adam_beta1"),
+            adam_beta2=get(ACTOR, "adam_beta2"),
+            adam_eps=get(ACTOR, "adam_eps"),
+        )
+
+    def _loss(self) -> LossConfig:
+        kind, smoothing = self.get(ACTOR, "dpo_loss_type"), self.get(ACTOR, "dpo_label_smoothing")
+        if smoothing and kind != "sigmoid":
+            raise ConfigError(f"{ACTOR}.dpo_label_smoothing {smoothing:g} goes with dpo_loss_type sigmoid only, got {kind}: set it to 0")
+        return LossConfig(kind, self.get(ACTOR, "dpo_beta"), smoothing)
+
+    def _rollout(self, model: ModelConfig, parallel: ParallelConfig, seq_length: int) -> RolloutConfig:
+        get = self.get
+        prompt = get(ACTOR, "max_prompt_length")
+        if prompt >= seq_length:
+            raise ConfigError(
+                f"{ACTOR}.max_prompt_length {prompt} leaves no token for the answer in training.seq_length {seq_length}: "
+                f"set seq_length to {prompt} + the longest answer"
+            )
+        if not get(ACTOR, "do_sample"):
+            raise ConfigError(f"{ACTOR}.do_sample: false gives the same answer every time, and equal answers make no pair: set it to true")
+        if not self.was_set(ACTOR, "temperature"):
+            self.notices.append(f"{ACTOR}.temperature is not set: sampling at 1.0 (MindSpeed-LLM 2.0.0 sampled at 0.7)")
+        return RolloutConfig(
+            model=model,
+            parallel=parallel,
+            num_answers=get(ACTOR, "n_samples_per_prompt"),
+            max_prompt_length=prompt,
+            max_new_tokens=seq_length - prompt,
+            prompts_per_call=get(ACTOR, "num_samples_per_step"),
+            do_sample=True,
+            temperature=get(ACTOR, "temperature"),
+            top_p=get(ACTOR, "top_p"),
+            top_k=get(ACTOR, "top_k"),
+        )
+
+    def _reward(self, parallel: ParallelConfig) -> RewardConfig:
+        functions = self.get(REWARD, "functions")
+        # 'load' in training is the models' default and must not turn functions into a reward model
+        load = self.trees[REWARD].get("load")
+        if functions and load is not None:
+            raise ConfigError("reward.functions and reward.load are both set: a run has one kind of reward, remove one")
+        if not functions and load is None:
+            raise ConfigError("no reward: set reward.functions=package.module:name, or reward.load to the folder of a classifier")
+        folder = None if load is None else self._folder(REWARD, "load")
+        return RewardConfig(functions, folder, self.get(REWARD, "micro_batch_size"), parallel)
+
+    def _data(self) -> DataConfig:
+        path: Path = self.get(ACTOR, "data_path")
+        origin, raw = self.find(ACTOR, "data_path")
+        packaged = config_root() / "data"
+        if not path.is_file() and Path(raw).name == str(raw):
+            path = packaged / path.name
+        if not path.is_file():
+            raise ConfigError(f"{origin}: no file '{raw}'; give a JSONL file, or the name of one in {packaged}")
+        shuffle = self.get(ACTOR, "shuffle")
+        if self.was_set(ACTOR, "no_shuffle"):
+            no_shuffle = self.get(ACTOR, "no_shuffle")
+            if self.was_set(ACTOR, "shuffle") and shuffle == no_shuffle:
+                both = f"shuffle: {_show(shuffle)} and no_shuffle: {_show(no_shuffle)}"
+                raise ConfigError(f"{ACTOR}: {both} contradict each other: set one of them")
+            shuffle = not no_shuffle
+        return DataConfig(path, self.get(ACTOR, "prompt_key"), self.get(ACTOR, "system_prompt"), shuffle)
+
+    def _missing_eos_penalty(self) -> float:
+        name = "missing_eos_penalty"
+        first, second = self.was_set(ACTOR, name), self.was_set(ALGORITHM, name)
+        here, there = self.get(ACTOR, name), self.get(ALGORITHM, name)
+        if first and second and here != there:
+            raise ConfigError(f"{self.find(ACTOR, name)[0]} {here:g} and {ALGORITHM}.{name} {there:g} disagree: set one of them")
+        if second and not first and there:
+            self.notices.append(f"{ALGORITHM}.{name} {there:g} counts (MindSpeed-LLM 2.0.0 read only {ACTOR}'s)")
+        return float(here if first else there)
+
+    def _forwarded(self, role: str) -> dict[str, Any]:
+        found = {name: self.find(role, name)[1] for name in FORWARDED}
+        return {name: value for name, value in found.items() if value is not _MISSING}
+
+    def _notices(self) -> tuple[str, ...]:
+        lines = list(self.notices)
+        if self.without_meaning:
+            lines.append("ignored, no meaning in DPO: " + ", ".join(self.without_meaning))
+        if self.host_only:
+            lines.append("ignored, nothing to choose on plain megatron-core: " + ", ".join(sorted(set(self.host_only))))
+        return tuple(lines)
+
+
+def _key(section: str, name: str) -> Key:
+    return next(key for key in OWN[section] if key.name == name)
+
+
+def _mapping(tree: Mapping[Any, Any], name: Any, prefix: str = "") -> Mapping[str, Any]:
+    value = tree.get(name)
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{prefix}{name}: expected a section with keys, got {_show(value)}")
+    return value
+
+
+def _elsewhere(name: str, section: str) -> str:
+    """Where a right name stands that was put in the wrong section; empty for a name that is in no table."""
+    homes = [home for home in OWN if home != section and name in names(home)]
+    return f"; it belongs under {' or '.join(homes)}" if homes else ""
+
+
+def _unknown_section(top: str, value: Any, known: list[str]) -> str:
+    """The message for a top-level name that is no section: ``lr=1``, ``trainng.lr=1``, ``dpo.betta=0.2``."""
+    if _elsewhere(top, ""):
+        return f"unknown section '{top}'{_elsewhere(top, '')}"
+    homes = {name: f"{section}.{name}" for section in reversed(list(OWN)) for name in names(section)}
+    tries = [(top, f"section '{top}'", {name: name for name in known}), (top, f"section '{top}'", homes)]
+    for key in value if isinstance(value, Mapping) else ():
+        tries += [(f"{top}_{key}", f"key '{top}.{key}'", homes), (str(key), f"key '{top}.{key}'", homes)]
+    for text, what, paths in tries:
+        near = nearest(text, paths)
+        if near:
+            return f"unknown {what}; did you mean '{paths[near.split(chr(39))[1]]}'?"
+    return f"unknown section '{top}'; sections are {', '.join(known)}"
+
+
+def _show(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return f"'{value}'" if isinstance(value, str) else str(value)
+
+
+def _typed(path: str, key: Key, value: Any) -> Any:
+    """``value`` as ``key`` wants it. Never bends a type: ``"8"`` is no number, ``1`` no boolean; only an int may be a float."""
+    if key.type == "ints":
+        items = value if isinstance(value, (list, tuple)) else [value]
+        if any(isinstance(item, bool) or not isinstance(item, int) or item < 0 for item in items):
+            raise ConfigError(f"{path}: expected a list of whole numbers, one per node, got {_show(value)}")
+        return tuple(items)
+    if key.type == "functions":
+        return _functions(path, value)
+    accepted, words = _KINDS[key.type]
+    if not isinstance(value, accepted) or (isinstance(value, bool) and key.type != "bool") or value == "":
+        raise ConfigError(f"{path}: expected {words}, got {_show(value)} ({type(value).__name__})")
+    if key.type == "path":
+        return Path(str(value)).expanduser().absolute()
+    if key.choices and value not in key.choices:
+        raise ConfigError(f"{path}: expected one of {', '.join(key.choices)}, got {_show(value)}{nearest(str(value), key.choices)}")
+    if isinstance(value, (int, float)):
+        _in_range(path, key, value)
+        return float(value) if key.type == "float" else value
+    return value
+
+
+_KINDS: Mapping[str, tuple[tuple[type, ...], str]] = {
+    "int": ((int,), "a whole number"),
+    "float": ((int, float), "a number"),
+    "bool": ((bool,), "true or false"),
+    "str": ((str,), "a text"),
+    "path": ((str, Path), "a path"),
+}
+
+
+def _in_range(path: str, key: Key, value: float) -> None:
+    low, high = key.low, key.high
+    if not math.isfinite(value):
+        raise ConfigError(f"{path}: expected a finite number, got {value}")
+    if low is not None and (value < low or (key.open_low and value == low)):
+        raise ConfigError(f"{path}: must be {'>' if key.open_low else '>='} {low:g}, got {value:g}; {key.doc}")
+    if high is not None and (value > high or (key.open_high and value == high)):
+        raise ConfigError(f"{path}: must be {'<' if key.open_high else '<='} {high:g}, got {value:g}; {key.doc}")
+
+
+def _functions(path: str, value: Any) -> tuple[RewardFunction, ...]:
+    found = []
+    for item in value if isinstance(value, (list, tuple)) else [value]:
+        entry = {"target": item} if isinstance(item, str) else item
+        if not isinstance(entry, Mapping):
+            raise ConfigError(f"{path}: expected 'package.module:name' or {{target, weight}}, got {_show(item)}")
+        for name in entry:
+            if name not in ("target", "weight"):
+                raise ConfigError(f"unknown key '{path}.{name}'{nearest(str(name), ['target', 'weight'])}")
+        target, weight = str(entry.get("target", "")), entry.get("weight", 1.0)
+        module, _, name = target.rpartition(":")
+        if not module or not name.isidentifier():
+            raise ConfigError(f"{path}: expected 'package.module:name' or 'path/to/file.py:name', got {_show(target)}")
+        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight):
+            raise ConfigError(f"{path}: weight of {target}: expected a finite number, got {_show(weight)}")
+        found.append(RewardFunction(target, float(weight)))
+    return tuple(found)
+
+
+def _is_hf(folder: Path) -> bool:
+    return (folder / "config.json").is_file()
+
+
+def config_root() -> Path:
+    """The folder of the packaged YAML and data: ``mindspeed_odpo.configs`` when installed, ``configs/`` of a bare checkout."""
+    spec = importlib.util.find_spec("mindspeed_odpo.configs")
+    if spec is not None and spec.submodule_search_locations:
+        return Path(next(iter(spec.submodule_search_locations)))
+    return Path(__file__).parent.parent / "configs"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# describe
+
+
+def describe(config: Config) -> str:
+    """The plan of a run, as ``odpo check`` and the launcher print it."""
+    a, r, f = config.actor, config.rollout, config.reference
+    k, sequences = r.num_answers, config.global_batch_size * r.num_answers
+    o, loss = a.optimizer, a.loss
+    share = config.global_batch_size // r.parallel.data
+    call = min(r.prompts_per_call or share, share)
+    limits = [f"top_p {r.top_p:g}"] * (r.top_p < 1) + [f"top_k {r.top_k}"] * (r.top_k > 0)
+    decay = "constant" if o.lr_decay_style == "constant" else f"{o.lr_decay_style} to {o.min_lr:g}"
+    rows = [
+        ("model", f"{_architecture(a.model)}; {'bf16, fp32 masters and reductions' if config.bf16 else 'fp32'}"),
+        ("policy from", f"{a.load}{' (weights only)' if a.finetune else ''}"),
+        ("reference", f"{f.load}" + ("" if f.model == a.model else f"; {_architecture(f.model)}")),
+        ("placement", _placement(config)),
+        ("iterations", f"{config.train_iters}, each {config.global_batch_size} pairs; {k} answers a prompt = {sequences} sequences"),
+        ("policy", _batches("micro_batch_size", a.micro_batch_size, "pairs", 2, config.global_batch_size, a.parallel.data)),
+        ("reference", _batches("micro_batch_size", f.micro_batch_size, "prompts", k, config.global_batch_size, f.parallel.data)),
+        ("rollout", f"{call} prompts = {call * k} sequences at a time, " + _ranks(r.parallel.data, "each ")),
+        ("tokens", f"seq_length {r.max_prompt_length + r.max_new_tokens} = prompt {r.max_prompt_length} + answer {r.max_new_tokens}"),
+        ("sampling", ", ".join([f"temperature {r.temperature:g}", *limits, f"seed {config.seed}"])),
+        ("loss", f"{loss.loss_type}, beta {loss.beta:g}, label smoothing {loss.label_smoothing:g}"),
+        ("reward", _reward_line(config)),
+        ("optimizer", f"AdamW, lr {o.lr:g} {decay}, warm-up {o.lr_warmup_iters} iterations, clip {o.clip_grad:g}"),
+        ("prompts", f"{config.data.path} ['{config.data.prompt_key}'], {'shuffled' if config.data.shuffle else 'in file order'}"),
+        ("memory", _memory(config)),
+        ("threads", f"{config.cpu_threads} a rank" if config.cpu_threads else "on a CPU: cores / ranks that work at the same time"),
+        ("checkpoints", _checkpoints(config)),
+        ("results", str(config.run_dir)),
+    ]
+    return "\n".join(f"{label:<12} {text}" for label, text in rows)
+
+
+def _architecture(m: ModelConfig) -> str:
+    millions = parameters(m) / 1e6
+    return (
+        f"{m.name}: {m.num_layers} layers, hidden {m.hidden_size}, {m.num_attention_heads} heads in {m.num_query_groups} groups, "
+        f"vocabulary {m.vocab_size}, {millions:.{1 if millions >= 1 else 3}f} M parameters"
+    )
+
+
+def _ranks(count: int, each: str = "") -> str:
+    return f"{each}of {count} ranks" if count > 1 else "1 rank"
+
+
+def _batches(name: str, micro: int, unit: str, answers: int, batch: int, ranks: int) -> str:
+    share = batch // ranks
+    micro = min(micro, share)
+    return f"{name}: {micro} {unit} = {micro * answers} sequences, {math.ceil(share / micro)} micro-batches, " + _ranks(ranks, "each ")
+
+
+def _placement(config: Config) -> str:
+    sizes = {role: part.parallel.data for role, part in _parts(config).items()}
+    if config.placement == "colocate":
+        last = sizes["actor"] - 1
+        return f"colocate: actor, rollout, reference and reward take turns on rank{f's 0-{last}' if last else ' 0'}"
+    return f"separate: {', '.join(f'{role} {_count(n)}' for role, n in sizes.items())}; {sum(sizes.values())} ranks in all"
+
+
+def _count(ranks: int) -> str:
+    return f"{ranks} rank{'s' if ranks > 1 else ''}"
+
+
+def _parts(config: Config) -> dict[str, ActorConfig | RolloutConfig | ReferenceConfig | RewardConfig]:
+    return {"actor": config.actor, "rollout": config.rollout, "reference": config.reference, "reward": config.reward}
+
+
+def _reward_line(config: Config) -> str:
+    penalty = f"; answers without EOS lose {config.pairs.missing_eos_penalty:g}" if config.pairs.missing_eos_penalty else ""
+    if config.reward.load is not None:
+        return f"classifier {config.reward.load}, {config.reward.micro_batch_size} sequences a micro-batch{penalty}"
+    return " + ".join(f"{fn.weight:g} x {fn.target}" for fn in config.reward.functions) + penalty
+
+
+def _checkpoints(config: Config) -> str:
+    save = config.save
+    when = [f"every {save.interval} iterations"] * (save.interval > 0) + ["at the end"] * save.checkpoint_at_end
+    return f"{' and '.join(when)}, {save.directory or config.run_dir / 'checkpoints'}" if when else "none"
+
+
+def parameters(m: ModelConfig) -> int:
+    """Number of parameters of a model, embedding (and head, when untied) included."""
+    queries, keys = m.num_attention_heads * m.kv_channels, m.num_query_groups * m.kv_channels
+    layer = m.hidden_size * (2 * queries + 2 * keys + 3 * m.ffn_hidden_size + 2) + (queries + 2 * keys) * m.add_qkv_bias
+    return m.num_layers * layer + m.hidden_size + m.padded_vocab_size * m.hidden_size * (1 + m.untie_embeddings_and_output_weights)
+
+
+def _memory(config: Config) -> str:
+    """Bytes of one rank: weights, gradients (fp32), masters and moments; weights; weights. Activations come on top."""
+    width = 2 if config.bf16 else 4
+    n, r = parameters(config.actor.model), config.rollout
+    cache = 2 * r.model.num_layers * r.model.num_query_groups * r.model.kv_channels * width * (r.max_prompt_length + r.max_new_tokens)
+    share = config.global_batch_size // r.parallel.data
+    rows = min(r.prompts_per_call or share, share) * r.num_answers
+    sizes = {
+        "actor": n * (width + 4 + 8 + (4 if config.bf16 else 0)),
+        "rollout": n * width + cache * rows,
+        "reference": parameters(config.reference.model) * width,
+    }
+    listed = ", ".join(f"{role} {size / 2**30:.2f} GiB" for role, size in sizes.items())
+    return f"about {listed} a rank, without activations and the processes themselves"

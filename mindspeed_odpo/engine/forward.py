@@ -1,0 +1,177 @@
+"""Forward and backward of policy and reference: the one place where ``[P, K, ...]`` becomes rows and comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor, nn
+
+from mindspeed_odpo.config import LossConfig
+from mindspeed_odpo.engine.parallel import dp_size
+from mindspeed_odpo.errors import WorkerError
+from mindspeed_odpo.loss import preference_loss
+from mindspeed_odpo.types import Rollout, StepStats, TrainBatch
+
+STATS = ("loss", "logps_chosen", "logps_rejected", "ref_logps_chosen", "ref_logps_rejected", "accuracy")
+
+
+@dataclass(frozen=True)
+class Rows:
+    """N packed sequences ``[prompt, answer, right padding]`` and the positions that predict their answers' tokens.
+
+    ``ids`` i64 ``[N,T]``; the last answer token is not fed, nothing follows it. ``row``, ``column``, ``target``: i64
+    ``[A]``, for every answer token of every row: it is ``target`` and is predicted at ``ids[row, column]``.
+    Padding stands on the right alone, so a causal mask is all the attention needs and positions count from 0: the
+    numbers cannot depend on how wide a batch was padded.
+
+    Example, prompt [7, 8], answer [5, 2]: ids [7, 8, 5], columns [1, 2], targets [5, 2].
+    """
+
+    ids: Tensor
+    row: Tensor
+    column: Tensor
+    target: Tensor
+
+    @property
+    def num_rows(self) -> int:
+        return self.ids.shape[0]
+
+    def sums(self, token_logps: Tensor) -> Tensor:
+        """Log-probability of each row's whole answer: f32 ``[A]`` to f32 ``[N]``; 0 for an empty answer."""
+        return token_logps.new_zeros(self.num_rows).index_add(0, self.row, token_logps)
+
+
+def pack_rows(rollout: Rollout, prompt: Tensor, answer: Tensor) -> Rows:
+    """Rows for answer ``answer[i]`` of prompt ``prompt[i]``; both i64 ``[N]``."""
+    p_mask, r_mask = rollout.prompt_mask[prompt], rollout.response_mask[prompt, answer]
+    # Left-padded prompt beside right-padded answer is one contiguous run of real tokens, pad_left columns in.
+    ids = torch.cat([rollout.prompt_ids[prompt], rollout.response_ids[prompt, answer]], dim=1)
+    prompt_len, answer_len = p_mask.sum(1), r_mask.sum(1)
+    pad_left = p_mask.shape[1] - prompt_len
+    width = max(int((prompt_len + answer_len).max()) - 1, 1)
+    source = torch.arange(width)[None] + pad_left[:, None]
+    packed = ids.gather(1, source.clamp(max=ids.shape[1] - 1))
+    real = torch.arange(width)[None] < (prompt_len + answer_len)[:, None]
+    row, offset = r_mask.nonzero(as_tuple=True)
+    return Rows(
+        ids=packed.masked_fill(~real, 0),
+        row=row,
+        column=prompt_len[row] - 1 + offset,
+        target=rollout.response_ids[prompt[row], answer[row], offset],
+    )
+
+
+def answer_token_logps(model: nn.Module, rows: Rows, device: torch.device) -> Tensor:
+    """f32 ``[A]``: log-probability of every answer token under the model, at temperature 1 over the true vocabulary."""
+    ids = rows.ids.to(device)
+    positions = torch.arange(ids.shape[1], device=device)[None].expand_as(ids)
+    where = (rows.row.to(device), rows.column.to(device))
+    return model(ids, positions, None, select=where, targets=rows.target.to(device))
+
+
+@torch.no_grad()
+def answer_logps(model: nn.Module, rollout: Rollout, micro_batch_size: int, device: torch.device) -> Tensor:
+    """Log-probability of every answer: f32 ``[P,K]``. ``micro_batch_size`` counts prompts (K sequences each)."""
+    p, k = rollout.finished.shape
+    out = torch.empty(p, k)
+    for some in torch.arange(p).split(micro_batch_size):
+        rows = pack_rows(rollout, some.repeat_interleave(k), torch.arange(k).repeat(len(some)))
+        out[some] = rows.sums(answer_token_logps(model, rows, device).cpu()).view(-1, k)
+    return out
+
+
+def _micro_batches(batch: TrainBatch, micro_batch_size: int) -> list[Tensor]:
+    """Indexes on P of the kept pairs, in pieces of ``micro_batch_size`` pairs. A rank without a kept pair still takes
+    part in the gradient reduction: it runs its first pair with weight 0."""
+    kept = batch.pairs.keep.nonzero().squeeze(1)
+    if len(kept) == 0:
+        return [torch.zeros(1, dtype=torch.int64)]
+    # Pairs of like length together: less padding. The order of a sum over pairs does not matter.
+    total = batch.rollout.prompt_mask.sum(1) + batch.rollout.lengths().amax(1)
+    kept = kept[torch.argsort(total[kept], stable=True)]
+    return list(kept.split(micro_batch_size))
+
+
+def train_step(
+    model: Any,
+    optimizer: MegatronOptimizer,
+    batch: TrainBatch,
+    *,
+    global_pairs: int,
+    micro_batch_size: int,
+    loss: LossConfig,
+    lr: float,
+    device: torch.device,
+) -> StepStats:
+    """One optimizer step on this rank's share of an iteration.
+
+    ``global_pairs``: kept pairs of the whole iteration, over all data-parallel ranks; the loss is their mean, so that the
+    result is the same for every split. ``micro_batch_size`` counts pairs (two sequences each). With no kept pair at all
+    nothing is updated (momentum and weight decay would move the weights without evidence) and ``skipped`` is True.
+    """
+    batch.check()
+    if global_pairs == 0:
+        return StepStats(sums=dict.fromkeys(STATS, 0.0), pairs=0, lr=lr, skipped=True)
+    pieces = _micro_batches(batch, micro_batch_size)
+    # Megatron divides what we return by the number of micro-batches and DDP averages over data-parallel ranks: both
+    # undone here, in the only place that knows the sum is over kept pairs of the whole iteration.
+    scale = len(pieces) * dp_size() / global_pairs
+
+    def forward(pending: Iterator[Tensor], gpt: nn.Module) -> tuple[Tensor, Any]:
+        some = next(pending)
+        pairs = batch.pairs.select(some.tolist())
+        rows = pack_rows(batch.rollout, some.repeat_interleave(2), torch.stack([pairs.chosen, pairs.rejected], 1).flatten())
+        ref = batch.ref_logps[some].gather(1, torch.stack([pairs.chosen, pairs.rejected], 1)).to(device)
+        weight = pairs.keep.to(device, torch.float32)
+
+        def loss_func(token_logps: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            rows_on_device = Rows(rows.ids, rows.row.to(device), rows.column, rows.target)
+            chosen, rejected = rows_on_device.sums(token_logps).view(-1, 2).unbind(1)
+            each = preference_loss(
+                chosen,
+                rejected,
+                ref[:, 0],
+                ref[:, 1],
+                loss_type=loss.loss_type,
+                beta=loss.beta,
+                label_smoothing=loss.label_smoothing,
+            )
+            right = (chosen - ref[:, 0]) > (rejected - ref[:, 1])
+            columns = (each, chosen, rejected, ref[:, 0], ref[:, 1], right.float())
+            sums = {name: (value.detach() * weight).sum() for name, value in zip(STATS, columns, strict=True)}
+            return (each * weight).sum() * scale, sums
+
+        return answer_token_logps(gpt, rows, device), loss_func
+
+    model.zero_grad_buffer()
+    optimizer.zero_grad()
+    parts: Sequence[dict[str, Tensor]] = get_forward_backward_func()(
+        forward_step_func=forward,
+        data_iterator=iter(pieces),
+        model=[model],
+        num_microbatches=len(pieces),
+        seq_length=1,  # unused without pipeline parallelism: rows are as long as they are
+        micro_batch_size=2 * micro_batch_size,
+        forward_only=False,
+    )
+    sums = {name: sum(float(part[name]) for part in parts) for name in STATS}
+    kept = int(batch.pairs.keep.sum())
+    stats = StepStats(sums=sums, pairs=kept)
+    _finite("loss", sums["loss"], stats)
+    # Before the step: with bf16 Megatron has no loss scaler that would look, and a NaN would enter the weights.
+    _finite("the sum of all gradients", sum(float(buffer.grad_data.sum()) for buffer in model.buffers), stats)
+    _, grad_norm, _ = optimizer.step()
+    return StepStats(sums=sums, pairs=kept, grad_norm=float(grad_norm), lr=lr)
+
+
+def _finite(name: str, value: float, stats: StepStats) -> None:
+    if value != value or value in (float("inf"), float("-inf")):
+        raise WorkerError(
+            f"{name} is {value} over {stats.pairs} pairs (sums {dict(stats.sums)}); nothing was updated: "
+            "resume from the last checkpoint with a smaller lr or dpo_beta"
+        )

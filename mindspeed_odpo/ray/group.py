@@ -1,0 +1,201 @@
+"""Roles over ranks: call every rank, split by prompts, gather on prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import ray
+import torch
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from torch import Tensor
+
+from mindspeed_odpo.config import Config, ParallelConfig
+from mindspeed_odpo.errors import WorkerError
+from mindspeed_odpo.ray.placement import worker_options
+from mindspeed_odpo.ray.worker import RankWorker, check_error
+from mindspeed_odpo.types import PromptBatch, Rollout, StepStats, TrainBatch
+
+Splittable = (PromptBatch, Rollout, TrainBatch)
+
+
+class Pending:
+    """A call under way on all ranks of a group. ``result()`` waits for it and gathers."""
+
+    def __init__(self, what: str, references: Sequence[ray.ObjectRef], minutes: float) -> None:
+        self.what = what
+        self.references = list(references)
+        self.minutes = minutes
+
+    def parts(self) -> list[Any]:
+        try:
+            return ray.get(self.references, timeout=self.minutes * 60)
+        except GetTimeoutError as error:
+            raise WorkerError(
+                f"{self.what}: no answer after {self.minutes:g} minutes from {len(self.references)} rank(s); a rank hangs or is too slow: "
+                "raise training.timeout_minutes or look at the rank's log"
+            ) from error
+        except (RayTaskError, RayActorError) as error:
+            known = check_error(error)
+            if known is not None:
+                raise known from None
+            raise WorkerError(f"{self.what} failed: {_first_error(error)}") from error
+
+    def result(self) -> Any:
+        return _gather(self.what, self.parts())
+
+
+def _first_error(error: RayTaskError | RayActorError) -> str:
+    text = str(error).strip()
+    return text if isinstance(error, RayTaskError) else f"a rank's process died: {text.splitlines()[0]}"
+
+
+def _gather(what: str, parts: list[Any]) -> Any:
+    first = parts[0]
+    if isinstance(first, Rollout):
+        return Rollout.concat(parts)
+    if isinstance(first, Tensor):
+        return torch.cat(parts)
+    if isinstance(first, StepStats):
+        sums = {name: sum(part.sums[name] for part in parts) for name in first.sums}
+        return StepStats(sums, sum(part.pairs for part in parts), first.grad_norm, first.lr, first.skipped)
+    if any(part != first for part in parts):
+        raise WorkerError(f"{what}: ranks disagree: {parts}")
+    return first
+
+
+def wait(*calls: Any) -> Any:
+    """Results of calls that ran at the same time; plain values pass through, so that roles may be plain Python."""
+    results = [call.result() if isinstance(call, Pending) else call for call in calls]
+    return results[0] if len(results) == 1 else tuple(results)
+
+
+class RankGroup:
+    """The ranks of one process group and the roles that live in it."""
+
+    def __init__(self, config: Config, roles: Sequence[str], parallel: ParallelConfig, threads: int) -> None:
+        self.roles = tuple(roles)
+        self.parallel = parallel
+        self.minutes = config.timeout_minutes
+        remote = ray.remote(RankWorker)
+        options = worker_options(config, threads)
+        self.ranks = [remote.options(**options).remote(config, self.roles, rank, threads) for rank in range(parallel.world_size)]
+
+    def setup(self) -> Pending:
+        address, port = self.all("address", ranks=self.ranks[:1]).result()
+        return self.all("setup", self.parallel, address, port)
+
+    def all(self, method: str, *args: Any, ranks: Sequence[Any] | None = None) -> Pending:
+        references = [getattr(rank, method).remote(*args) for rank in (self.ranks if ranks is None else ranks)]
+        return Pending(f"{'+'.join(self.roles)}.{method}", references, self.minutes)
+
+    def call(self, role: str, method: str, *args: Any, **kwargs: Any) -> Pending:
+        """``method`` of ``role`` on every rank: arguments with an axis P are cut into equal runs, others go to all."""
+        dp = self.parallel.data
+        cut = [[_share(arg, rank, dp) for arg in args] for rank in range(dp)]
+        references = [
+            rank.call.remote(role, method, *mine, **kwargs) for rank, mine in zip(self.ranks, cut, strict=True)
+        ]  # one rank a data-parallel index: no tensor or pipeline parallel yet
+        return Pending(f"{role}.{method}", references, self.minutes)
+
+
+def _share(arg: Any, rank: int, dp: int) -> Any:
+    if not isinstance(arg, Splittable) or dp == 1:
+        return arg
+    if len(arg) % dp:
+        raise WorkerError(f"{type(arg).__name__} of {len(arg)} prompts over {dp} data-parallel ranks: not a whole number each")
+    size = len(arg) // dp
+    return arg.select(range(rank * size, (rank + 1) * size))
+
+
+class _ActorCalls:
+    def __init__(self, group: RankGroup) -> None:
+        self.group = group
+
+    def start(self) -> Pending:
+        return self.group.call("actor", "start")
+
+    def update(self, batch: TrainBatch, step: int) -> Pending:
+        return self.group.call("actor", "update", batch, step=step, global_pairs=int(batch.pairs.keep.sum()))
+
+    def save(self, step: int) -> Pending:
+        return self.group.call("actor", "save", step)
+
+    def export_hf(self, folder: Path) -> Pending:
+        first = self.group.ranks[0].call.remote("actor", "export_hf", folder)
+        return Pending("actor.export_hf", [first], self.group.minutes)
+
+
+class _RolloutCalls:
+    def __init__(self, group: RankGroup) -> None:
+        self.group = group
+
+    def generate(self, prompts: PromptBatch) -> Pending:
+        return self.group.call("rollout", "generate", prompts)
+
+    def greedy(self, prompts: PromptBatch) -> Pending:
+        """One greedy answer a prompt, on the first rank: for showing, not for training."""
+        first = self.group.ranks[0].call.remote("rollout", "generate", prompts, greedy=True)
+        return Pending("rollout.greedy", [first], self.group.minutes)
+
+
+class _ReferenceCalls:
+    def __init__(self, group: RankGroup) -> None:
+        self.group = group
+
+    def logps(self, rollout: Rollout) -> Pending:
+        return self.group.call("reference", "logps", rollout)
+
+
+class _RewardCalls:
+    def __init__(self, group: RankGroup) -> None:
+        self.group = group
+
+    def score(self, rollout: Rollout, prompts: PromptBatch) -> Pending:
+        return self.group.call("reward", "score", rollout, prompts)
+
+
+class Roles:
+    """The four roles and the weight sync, as the training loop sees them."""
+
+    def __init__(self, config: Config, threads: int) -> None:
+        one = config.placement == "colocate"
+        train, infer = config.actor.parallel, config.rollout.parallel
+        if one:
+            shared = RankGroup(config, ("actor", "rollout", "reference", "reward"), train, threads)
+            self.groups = [shared]
+            by_role = dict.fromkeys(("actor", "rollout", "reference", "reward"), shared)
+        else:
+            sizes = {"actor": train, "rollout": infer, "reference": config.reference.parallel, "reward": config.reward.parallel}
+            by_role = {role: RankGroup(config, (role,), parallel, threads) for role, parallel in sizes.items()}
+            self.groups = list(by_role.values())
+        wait(*[group.setup() for group in self.groups])
+        self._colocated = one
+        self._actor, self._rollout = by_role["actor"], by_role["rollout"]
+        self.actor = _ActorCalls(by_role["actor"])
+        self.rollout = _RolloutCalls(by_role["rollout"])
+        self.reference = _ReferenceCalls(by_role["reference"])
+        self.reward = _RewardCalls(by_role["reward"])
+
+    def sync_weights(self, version: int) -> None:
+        """The rollout takes over the actor's weights, as ``version``. Every rank confirms it."""
+        if self._colocated:
+            loaded = self._actor.all("hand_over_weights", version).result()
+        else:
+            stored = self._actor.all("push_weights", ranks=self._actor.ranks[:1]).parts()[0]
+            loaded = self._rollout.all("pull_weights", version, stored).result()
+        if loaded != version:
+            raise WorkerError(f"weight sync: asked for version {version}, the rollout says {loaded}")
+
+    def __enter__(self) -> Roles:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """End every rank. After an error they are killed: a rank may hang in a collective that the failed one never joins."""
+        for group in self.groups:
+            if error is None:
+                group.all("close").parts()
+            for rank in group.ranks:
+                ray.kill(rank)

@@ -1,0 +1,82 @@
+"""The actor: holds the trainable policy, learns from pairs, gives its weights away."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mindspeed_odpo.config import Config
+from mindspeed_odpo.engine.checkpoint import is_checkpoint, load_checkpoint, save_checkpoint
+from mindspeed_odpo.engine.forward import train_step
+from mindspeed_odpo.engine.optimizer import Schedule, make_optimizer, wrap_for_training
+from mindspeed_odpo.engine.weights import named_weights
+from mindspeed_odpo.errors import ConfigError
+from mindspeed_odpo.hosts.standalone import Host
+from mindspeed_odpo.types import StepStats, TrainBatch
+
+
+class Actor:
+    """One data-parallel rank of the policy in training. Needs ``init_parallel`` to have run."""
+
+    def __init__(self, config: Config, host: Host) -> None:
+        self.config = config
+        self.host = host
+        self.model = host.build_model(config.actor.model, config.actor.parallel, trainable=True)
+        resumes = is_checkpoint(config.actor.load)
+        if not resumes:
+            host.load_hf(self.model, config.actor.load, config.actor.model)
+        self.ddp = wrap_for_training(self.model, config.bf16)
+        # The fp32 masters are copied from the weights here: load first, or the first step would undo the load.
+        self.optimizer = make_optimizer(self.ddp, config.actor.optimizer, config.bf16)
+        self.schedule = Schedule(self.optimizer, config.actor.optimizer, config.train_iters)
+        self.first_step = 0
+        if resumes and config.actor.finetune:
+            load_checkpoint(config.actor.load, self.model, None)
+            self.optimizer.reload_model_params()
+        elif resumes:
+            self.first_step, facts = load_checkpoint(config.actor.load, self.model, self.optimizer)
+            for name, now in self._facts().items():
+                if name in facts and facts[name] != now:
+                    raise ConfigError(
+                        f"{name} is {now}, the checkpoint in {config.actor.load} was made with {facts[name]}: "
+                        "set it back to go on exactly, or finetune=true to start a new run from these weights"
+                    )
+
+    def start(self) -> int:
+        """The iteration that the weights come from: 0 for a fresh start, n after a checkpoint of iteration n."""
+        return self.first_step
+
+    def update(self, batch: TrainBatch, step: int, global_pairs: int) -> StepStats:
+        self.ddp.train()
+        return train_step(
+            self.ddp,
+            self.optimizer,
+            batch,
+            global_pairs=global_pairs,
+            micro_batch_size=self.config.actor.micro_batch_size,
+            loss=self.config.actor.loss,
+            lr=self.schedule.set(step),
+            device=self.host.device,
+        )
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """All weights in Megatron's names and layout, in the training dtype."""
+        with torch.no_grad():
+            yield from named_weights(self.model)
+
+    def save(self, step: int) -> Path:
+        return save_checkpoint(self.config.checkpoint_dir, step, self.model, self.optimizer, self._facts())
+
+    def _facts(self) -> dict[str, Any]:
+        """What the order of prompts and answers depends on; a resume with other facts is another run."""
+        config = self.config
+        return {"seed": config.seed, "global_batch_size": config.global_batch_size, "data": config.data.path.name}
+
+    def export_hf(self, folder: Path) -> Path:
+        """The policy as a Hugging Face folder, with the tokenizer; written by the first rank."""
+        self.host.export_hf(folder, self.weights(), self.config.actor.model)
+        return folder

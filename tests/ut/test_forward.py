@@ -1,0 +1,108 @@
+"""``[P, K, ...]`` to rows and back: packing, sums, and invariance to padding and micro-batches.
+
+The model is a bigram table (the log-prob of a token depends on the token before it alone), so that every expected number can
+be read off the table; what a transformer adds is tested in test_model.py and test_train_step.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from mindspeed_odpo import device
+
+device.setup()
+
+from mindspeed_odpo.engine.forward import _micro_batches, answer_logps, pack_rows  # noqa: E402
+from mindspeed_odpo.engine.logprobs import token_logps  # noqa: E402
+from mindspeed_odpo.types import Pairs, Rollout, TrainBatch  # noqa: E402
+
+CPU = torch.device("cpu")
+VOCAB = 13
+
+
+def table() -> torch.Tensor:
+    return torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(0))
+
+
+def bigram(ids, positions, mask, *, select, targets):
+    assert torch.equal(positions[0], torch.arange(ids.shape[1]))
+    hidden = torch.nn.functional.one_hot(ids[select], VOCAB).float()
+    return token_logps(hidden, table().T, targets, VOCAB)
+
+
+def make(prompts: list[list[int]], answers: list[list[list[int]]], left: int = 0, right: int = 0) -> Rollout:
+    p, k = len(prompts), len(answers[0])
+    s, r = max(map(len, prompts)) + left, max(len(a) for row in answers for a in row) + right
+    prompt_ids, prompt_mask = torch.full((p, s), 9), torch.zeros(p, s, dtype=torch.bool)
+    ids, mask = torch.full((p, k, r), 9), torch.zeros(p, k, r, dtype=torch.bool)
+    for i in range(p):
+        prompt_ids[i, s - len(prompts[i]) :] = torch.tensor(prompts[i])
+        prompt_mask[i, s - len(prompts[i]) :] = True
+        for j in range(k):
+            ids[i, j, : len(answers[i][j])] = torch.tensor(answers[i][j], dtype=torch.int64)
+            mask[i, j, : len(answers[i][j])] = True
+    return Rollout(prompt_ids, prompt_mask, ids, mask, torch.ones(p, k, dtype=torch.bool), torch.arange(p), 0).check()
+
+
+PROMPTS = [[7, 8], [3, 4, 5, 6], [1]]
+ANSWERS = [[[5, 2], [6, 6, 2]], [[1, 2], [2]], [[10, 11, 12, 2], [4, 4]]]
+
+
+def by_hand(prompt: list[int], answer: list[int]) -> float:
+    logp = table().log_softmax(-1)
+    chain = [prompt[-1], *answer]
+    return sum(logp[before, token].item() for before, token in zip(chain, answer, strict=False))
+
+
+def test_rows_of_the_docstring():
+    rows = pack_rows(make([[7, 8]], [[[5, 2], [6]]]), torch.tensor([0]), torch.tensor([0]))
+    assert rows.ids.tolist() == [[7, 8, 5]]
+    assert (rows.row.tolist(), rows.column.tolist(), rows.target.tolist()) == ([0, 0], [1, 2], [5, 2])
+
+
+@pytest.mark.parametrize(("left", "right"), [(0, 0), (40, 0), (0, 40), (7, 13)])
+@pytest.mark.parametrize("micro_batch_size", [1, 2, 3])
+def test_every_answer_equals_the_hand_sum_whatever_the_padding_and_batch(left, right, micro_batch_size):
+    got = answer_logps(bigram, make(PROMPTS, ANSWERS, left, right), micro_batch_size, CPU)
+    expected = [[by_hand(prompt, answer) for answer in row] for prompt, row in zip(PROMPTS, ANSWERS, strict=True)]
+    torch.testing.assert_close(got, torch.tensor(expected), rtol=1e-6, atol=1e-5)
+
+
+def test_pad_equal_to_a_real_token_changes_nothing():
+    """Masks decide, not ids: here the padding id 9 also stands in the prompt and in the answer."""
+    got = answer_logps(bigram, make([[9, 9], [1, 9, 3]], [[[9, 2], [9, 9]], [[2], [9]]], left=3, right=3), 2, CPU)
+    assert got[0].tolist() == pytest.approx([by_hand([9, 9], [9, 2]), by_hand([9, 9], [9, 9])], abs=1e-5)
+    assert got[1].tolist() == pytest.approx([by_hand([3], [2]), by_hand([3], [9])], abs=1e-5)
+
+
+def test_an_empty_answer_sums_to_zero():
+    got = answer_logps(bigram, make([[7, 8]], [[[], [5, 2]]]), 1, CPU)
+    assert got[0, 0].item() == 0.0
+    assert got[0, 1].item() == pytest.approx(by_hand([7, 8], [5, 2]), abs=1e-5)
+
+
+def test_micro_batches_hold_each_kept_pair_once():
+    p = 7
+    rollout = make([[1]] * p, [[[3] * (1 + i % 3), [4, 2]] for i in range(p)])
+    keep = torch.tensor([True, False, True, True, False, True, True])
+    pairs = Pairs(torch.zeros(p, dtype=torch.int64), torch.ones(p, dtype=torch.int64), keep, torch.ones(p))
+    pieces = _micro_batches(TrainBatch(rollout, pairs, torch.zeros(p, 2)), 2)
+    assert [len(piece) for piece in pieces] == [2, 2, 1]
+    assert sorted(torch.cat(pieces).tolist()) == [0, 2, 3, 5, 6]
+
+
+def test_a_rank_without_a_kept_pair_still_runs_one_micro_batch():
+    rollout = make([[1]], [[[3, 2], [4, 2]]])
+    pairs = Pairs(torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int64), torch.zeros(1, dtype=torch.bool), torch.zeros(1))
+    pieces = _micro_batches(TrainBatch(rollout, pairs, torch.zeros(1, 2)), 4)
+    assert [piece.tolist() for piece in pieces] == [[0]]
+
+
+def test_nothing_writes_to_its_input():
+    rollout = make(PROMPTS, ANSWERS)
+    before = replace(rollout, response_ids=rollout.response_ids.clone(), prompt_ids=rollout.prompt_ids.clone())
+    answer_logps(bigram, rollout, 2, CPU)
+    assert torch.equal(before.response_ids, rollout.response_ids) and torch.equal(before.prompt_ids, rollout.prompt_ids)
