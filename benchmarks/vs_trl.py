@@ -219,7 +219,7 @@ class Watcher:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C is ours to handle
-                preexec_fn=_die_with_parent,  # noqa: PLW1509 - no other thread runs yet
+                preexec_fn=_die_with_parent,  # no other thread runs yet
             )
             root = psutil.Process(child.pid)
             sampler = threading.Thread(target=self._sample, args=(root, stop), daemon=True)

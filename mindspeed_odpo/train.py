@@ -7,7 +7,6 @@ near a frozen reference. The phases of an iteration are the blocks of ``train``;
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from mindspeed_odpo.config import Config

@@ -11,13 +11,12 @@ from typing import Any
 import ray
 
 from mindspeed_odpo import device
-from mindspeed_odpo.config import Config
+from mindspeed_odpo.config import Config, parameters
 from mindspeed_odpo.errors import ConfigError
 from mindspeed_odpo.ray import joins_cluster
 
 # The one place that names the resource of a device: bundle, worker and check always agree.
 RESOURCE = {"npu": "NPU", "cuda": "GPU", "cpu": "CPU"}
-OBJECT_STORE_BYTES = 768 * 2**20  # two versions of a small model's weights; Ray's own default is 30 % of the machine
 
 
 def ranks_needed(config: Config) -> dict[str, int]:
@@ -42,6 +41,13 @@ def ranks_at_once(config: Config) -> int:
 
 def cores() -> int:
     return len(os.sched_getaffinity(0))
+
+
+def object_store_bytes(config: Config) -> int:
+    """Room for what travels: batches, and in placement ``separate`` two versions of the policy's weights. Ray's own default
+    is 30 % of the machine's memory."""
+    weights = parameters(config.actor.model) * (2 if config.bf16 else 4) if config.placement == "separate" else 0
+    return 256 * 2**20 + 2 * weights
 
 
 def threads_per_rank(config: Config) -> int:
@@ -106,7 +112,7 @@ def cluster(config: Config) -> Iterator[None]:
             address="local",
             include_dashboard=False,
             num_cpus=cores(),
-            object_store_memory=OBJECT_STORE_BYTES,
+            object_store_memory=object_store_bytes(config),
             **common,
         )
     try:

@@ -117,9 +117,7 @@ def _quiet_imports() -> None:
 
 def check_error(error: BaseException) -> OdpoError | None:
     """The OdpoError behind a failed remote call, or None when it was something else."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, OdpoError):
-            return cause
-        cause = getattr(cause, "cause", None) or cause.__cause__
-    return None
+    # Ray raises an object that is both its own error and an instance of ours, whose text is the worker's traceback; the
+    # plain one, with its own text, is its cause.
+    cause = getattr(error, "cause", None)
+    return cause if isinstance(cause, OdpoError) else None

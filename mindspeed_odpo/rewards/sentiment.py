@@ -33,11 +33,11 @@ def names_topic(response: str, topic: str) -> bool:
     return _pattern(topic).search(response) is not None
 
 
-def on_topic_sentiment(responses: list[str], topic: list[str], **_: Any) -> list[float]:
+def on_topic_sentiment(responses: list[str], topic: list[str]) -> list[float]:
     """Score each answer: VADER's compound sentiment in [-1, 1], plus ``TOPIC_BONUS`` when it names its topic.
 
-    ``responses``: answer texts without special tokens; ``topic``: the data column, one entry an answer. Other columns and
-    what else the trainer hands to a reward function are ignored. Returns one float an answer in [-1, 1 + TOPIC_BONUS].
+    ``responses``: answer texts without special tokens; ``topic``: the data column of that name, one entry an answer.
+    Returns one float an answer in [-1, 1 + TOPIC_BONUS].
     """
     polarity = _analyser().polarity_scores
     return [

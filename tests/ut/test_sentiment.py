@@ -55,9 +55,9 @@ def test_score_is_compound_sentiment_plus_the_topic_bonus(response: str, topic: 
     assert on_topic_sentiment(responses=[response], topic=[topic]) == pytest.approx([score], abs=5.1e-5)
 
 
-def test_one_score_an_answer_in_order_and_other_columns_are_ignored() -> None:
-    """The trainer hands over every column and more; each answer meets its own topic."""
-    scores = on_topic_sentiment(responses=["A pond.", "A pond."], topic=["pond", "kite"], prompt=["p", "p"], step=3)
+def test_one_score_an_answer_in_order() -> None:
+    """Each answer meets its own topic."""
+    scores = on_topic_sentiment(responses=["A pond.", "A pond."], topic=["pond", "kite"])
     assert scores == [TOPIC_BONUS, 0.0]
 
 
