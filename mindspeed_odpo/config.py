@@ -685,7 +685,7 @@ def _typed(path: str, key: Key, value: Any) -> Any:
     if key.type == "functions":
         return _functions(path, value)
     accepted, words = _KINDS[key.type]
-    if not isinstance(value, accepted) or (isinstance(value, bool) and key.type != "bool") or value == "":
+    if not isinstance(value, accepted) or (isinstance(value, bool) and key.type != "bool") or (value == "" and not key.may_be_empty):
         raise ConfigError(f"{path}: expected {words}, got {_show(value)} ({type(value).__name__})")
     if key.type == "path":
         return Path(str(value)).expanduser().absolute()

@@ -43,6 +43,8 @@ class Key:
     open_low: bool = False
     """True: ``low`` itself is not allowed."""
     open_high: bool = False
+    may_be_empty: bool = False
+    """True: the empty text is a value, not a mistake."""
 
 
 def _sizes(role: str) -> tuple[Key, ...]:
@@ -88,7 +90,13 @@ OWN: Mapping[str, tuple[Key, ...]] = {
         Key("save", "path", "<run_dir/checkpoints>", "where checkpoints go"),
         Key("data_path", "path", REQUIRED, "JSONL with the prompts: a path, or the name of a file in `configs/data`"),
         Key("prompt_key", "str", "prompt", "column with the prompt: a string, or a list of {role, content} messages"),
-        Key("system_prompt", "str", None, "system turn put in front of prompts that have none; unset: what the chat template does"),
+        Key(
+            "system_prompt",
+            "str",
+            None,
+            "system turn put in front of prompts that have none; empty: an empty turn; unset: what the chat template does",
+            may_be_empty=True,
+        ),
         Key("shuffle", "bool", True, "a new seeded order every epoch; false: file order"),
         Key("no_shuffle", "bool", "<not shuffle>", "MindSpeed-LLM's second spelling of `shuffle: false`"),
         Key("max_prompt_length", "int", 512, "longest prompt; longer ones are dropped", "tokens", low=1),
