@@ -78,7 +78,15 @@ def run_seed(seed: int, folder: Path, overrides: Sequence[str]) -> dict[str, flo
     """One run by the real command: minutes from the command to its end, peak memory of all its processes."""
     from vs_trl import Watcher
 
-    command = [sys.executable, str(ROOT / "ray_gpt.py"), "--config-name", CONFIG, f"training.run_dir={folder}", f"training.seed={seed}", *overrides]
+    command = [
+        sys.executable,
+        str(ROOT / "ray_gpt.py"),
+        "--config-name",
+        CONFIG,
+        f"training.run_dir={folder}",
+        f"training.seed={seed}",
+        *overrides,
+    ]
     environment = {**os.environ, "RAY_ADDRESS": "local"}
     folder.parent.mkdir(parents=True, exist_ok=True)
     began = time.perf_counter()

@@ -731,6 +731,8 @@ def _functions(path: str, value: Any) -> tuple[RewardFunction, ...]:
             raise ConfigError(f"{path}: expected 'package.module:name' or 'path/to/file.py:name', got {_show(target)}")
         if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight):
             raise ConfigError(f"{path}: weight of {target}: expected a finite number, got {_show(weight)}")
+        if module.endswith(".py"):  # absolute: a rank may run in another directory
+            target = f"{Path(module).expanduser().absolute()}:{name}"
         found.append(RewardFunction(target, float(weight)))
     return tuple(found)
 

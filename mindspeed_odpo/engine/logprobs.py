@@ -24,7 +24,8 @@ def token_logps(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int
     would take probability from real tokens. With more than ``chunk`` positions the logits are made in pieces and made
     again in the backward pass, so that memory does not grow with A.
     """
-    weight = weight[:vocab_size]
+    if weight.shape[0] > vocab_size:  # a slice of everything would cost its backward pass a copy of the whole embedding
+        weight = weight[:vocab_size]
     if hidden.shape[0] <= chunk:
         return _chunk_logps(hidden, weight, targets)
     pieces = zip(hidden.split(chunk), targets.split(chunk), strict=True)

@@ -1,4 +1,4 @@
-"""The quick start's reward: a cheerful sentence that stays on its topic. Needs ``vaderSentiment`` (the ``quickstart`` extra)."""
+"""The quick start's reward: a cheerful sentence that stays on its topic. Needs ``vaderSentiment`` (in the ``standalone`` extra)."""
 
 from __future__ import annotations
 

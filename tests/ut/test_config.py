@@ -494,3 +494,19 @@ def test_documentation_is_fresh() -> None:
     """docs/configuration.md is the table's own text: ``odpo check --keys > docs/configuration.md``."""
     page = Path(__file__).parents[2] / "docs" / "configuration.md"
     assert page.read_text(encoding="utf-8") == keys.markdown()
+
+
+def test_an_empty_system_prompt_is_a_value(tree):
+    """An empty system turn keeps the chat template from adding its own; unset leaves it to the template."""
+    assert parse(tree, "c").data.system_prompt is None
+    tree["actor_rollout_ref"]["actor_rollout"]["system_prompt"] = ""
+    assert parse(tree, "c").data.system_prompt == ""
+    tree["actor_rollout_ref"]["actor_rollout"]["prompt_key"] = ""
+    with pytest.raises(ConfigError, match="prompt_key: expected a text, got ''"):
+        parse(tree, "c")
+
+
+def test_a_reward_file_is_found_from_every_directory(tree):
+    """Ranks need not run where the command was typed."""
+    tree["reward"]["functions"] = "my/rewards.py:score"
+    assert parse(tree, "c").reward.functions[0].target == f"{Path.cwd()}/my/rewards.py:score"
