@@ -536,7 +536,8 @@ class _Parser:
         if warmup and fraction:
             raise ConfigError(f"{ACTOR}.lr_warmup_iters {warmup} and lr_warmup_fraction {fraction:g} say the same thing: set one of them")
         warmup = warmup or int(fraction * (decay or iters))
-        if warmup and warmup >= (decay or iters):
+        # A constant rate has nothing to decay: a short trial run inside the warm-up is fine there.
+        if get(ACTOR, "lr_decay_style") != "constant" and warmup and warmup >= (decay or iters):
             raise ConfigError(f"{ACTOR}.lr_warmup_iters {warmup} must be smaller than the {decay or iters} iterations of the decay")
         return OptimizerConfig(
             lr=lr,

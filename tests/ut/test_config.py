@@ -328,7 +328,10 @@ def test_wrong_types(tree: dict[str, Any], settings: dict[str, Any], words: str)
         ({"A__inference_tensor_model_parallel_size": 2}, "inference_tensor_model_parallel_size: 2; this version"),
         ({"A__min_lr": 1.0}, "min_lr 1 is larger than lr 1e-06"),
         ({"A__lr_warmup_iters": 2, "A__lr_warmup_fraction": 0.1}, "lr_warmup_iters 2 and lr_warmup_fraction 0.1 say the same thing"),
-        ({"A__lr_warmup_iters": 10}, "lr_warmup_iters 10 must be smaller than the 10 iterations of the decay"),
+        (
+            {"A__lr_warmup_iters": 10, "A__lr_decay_style": "cosine"},
+            "lr_warmup_iters 10 must be smaller than the 10 iterations of the decay",
+        ),
         ({"A__shuffle": True, "A__no_shuffle": True}, "shuffle: true and no_shuffle: true contradict each other"),
         ({"training__stage": "ray_ppo"}, "training.stage: expected one of ray_online_dpo, got 'ray_ppo'"),
         ({"training__run_name": "a/b"}, "training.run_name: a plain name without '/', got 'a/b'"),
@@ -510,3 +513,8 @@ def test_a_reward_file_is_found_from_every_directory(tree):
     """Ranks need not run where the command was typed."""
     tree["reward"]["functions"] = "my/rewards.py:score"
     assert parse(tree, "c").reward.functions[0].target == f"{Path.cwd()}/my/rewards.py:score"
+
+
+def test_a_run_may_end_inside_its_warm_up(tree):
+    """The first iterations of a long config, tried out: nothing decays at a constant rate."""
+    assert parse(with_keys(tree, A__lr_warmup_iters=10), "c").actor.optimizer.lr_warmup_iters == 10
