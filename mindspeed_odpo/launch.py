@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_odpo.config import config_root, describe, parse
-from mindspeed_odpo.errors import ConfigError, OdpoError, nearest
+from mindspeed_odpo.errors import ConfigError, exit_code, nearest
 
 DEFAULT_CONFIG = "online_dpo_quickstart_smollm2"
 
@@ -27,14 +27,7 @@ All keys: docs/configuration.md. To print the plan and start nothing: odpo check
 
 def main(argv: Sequence[str] | None = None, *, check_only: bool = False, prog: str | None = None) -> int:
     """Run (or only check) one config. Returns the exit code: 0, 1 for a told error, 130 for Ctrl-C."""
-    try:
-        return _main(sys.argv[1:] if argv is None else argv, check_only, prog)
-    except OdpoError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+    return exit_code(lambda: _main(sys.argv[1:] if argv is None else argv, check_only, prog))
 
 
 def _main(argv: Sequence[str], check_only: bool, prog: str | None) -> int:

@@ -100,6 +100,10 @@ class RankGroup:
         ]  # one rank a data-parallel index: no tensor or pipeline parallel yet
         return Pending(f"{role}.{method}", references, self.minutes)
 
+    def call_first(self, role: str, method: str, *args: Any, **kwargs: Any) -> Pending:
+        """``method`` of ``role`` on the first rank alone, with whole arguments."""
+        return Pending(f"{role}.{method}", [self.ranks[0].call.remote(role, method, *args, **kwargs)], self.minutes)
+
 
 def _share(arg: Any, rank: int, dp: int) -> Any:
     if not isinstance(arg, Splittable) or dp == 1:
@@ -124,8 +128,7 @@ class _ActorCalls:
         return self.group.call("actor", "save", step)
 
     def export_hf(self, folder: Path) -> Pending:
-        first = self.group.ranks[0].call.remote("actor", "export_hf", folder)
-        return Pending("actor.export_hf", [first], self.group.minutes)
+        return self.group.call_first("actor", "export_hf", folder)
 
 
 class _RolloutCalls:
@@ -137,8 +140,7 @@ class _RolloutCalls:
 
     def greedy(self, prompts: PromptBatch) -> Pending:
         """One greedy answer a prompt, on the first rank: for showing, not for training."""
-        first = self.group.ranks[0].call.remote("rollout", "generate", prompts, greedy=True)
-        return Pending("rollout.greedy", [first], self.group.minutes)
+        return self.group.call_first("rollout", "generate", prompts, greedy=True)
 
 
 class _ReferenceCalls:
