@@ -14,7 +14,7 @@ from mindspeed_odpo.data.prompts import Prompts, decode_answers
 from mindspeed_odpo.hosts.standalone import Host
 from mindspeed_odpo.pairs import make_pairs
 from mindspeed_odpo.ray.group import Roles, wait
-from mindspeed_odpo.ray.placement import cluster, threads_per_rank
+from mindspeed_odpo.ray.placement import cluster
 from mindspeed_odpo.report.run_log import RunLog, free_run_dir
 from mindspeed_odpo.types import TrainBatch
 
@@ -50,7 +50,7 @@ def run(config: Config) -> None:
     prompts = host.preflight()
     for notice in prompts.notices:
         print(f"note: {notice}", flush=True)
-    with cluster(config), Roles(config, threads_per_rank(config)) as roles:
+    with cluster(config), Roles(config) as roles:
         first = wait(roles.actor.start())
         roles.sync_weights(version=first)
         before = _greedy(roles, prompts)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mindspeed_odpo.config import Config, ParallelConfig
 from mindspeed_odpo.errors import WorkerError
-from mindspeed_odpo.ray.placement import worker_options
+from mindspeed_odpo.ray.placement import threads, worker_options
 from mindspeed_odpo.ray.worker import RankWorker, check_error
 from mindspeed_odpo.types import PromptBatch, Rollout, StepStats, TrainBatch
 
@@ -75,13 +75,14 @@ def wait(*calls: Any) -> Any:
 class RankGroup:
     """The ranks of one process group and the roles that live in it."""
 
-    def __init__(self, config: Config, roles: Sequence[str], parallel: ParallelConfig, threads: int) -> None:
+    def __init__(self, config: Config, roles: Sequence[str], parallel: ParallelConfig) -> None:
         self.roles = tuple(roles)
         self.parallel = parallel
         self.minutes = config.timeout_minutes
         remote = ray.remote(RankWorker)
-        options = worker_options(config, threads)
-        self.ranks = [remote.options(**options).remote(config, self.roles, rank, threads) for rank in range(parallel.world_size)]
+        count = threads(config, self.roles[0])
+        options = worker_options(count)
+        self.ranks = [remote.options(**options).remote(config, self.roles, rank, count) for rank in range(parallel.world_size)]
 
     def setup(self) -> Pending:
         address, port = self.all("address", ranks=self.ranks[:1]).result()
@@ -162,16 +163,16 @@ class _RewardCalls:
 class Roles:
     """The four roles and the weight sync, as the training loop sees them."""
 
-    def __init__(self, config: Config, threads: int) -> None:
+    def __init__(self, config: Config) -> None:
         one = config.placement == "colocate"
         train, infer = config.actor.parallel, config.rollout.parallel
         if one:
-            shared = RankGroup(config, ("actor", "rollout", "reference", "reward"), train, threads)
+            shared = RankGroup(config, ("actor", "rollout", "reference", "reward"), train)
             self.groups = [shared]
             by_role = dict.fromkeys(("actor", "rollout", "reference", "reward"), shared)
         else:
             sizes = {"actor": train, "rollout": infer, "reference": config.reference.parallel, "reward": config.reward.parallel}
-            by_role = {role: RankGroup(config, (role,), parallel, threads) for role, parallel in sizes.items()}
+            by_role = {role: RankGroup(config, (role,), parallel) for role, parallel in sizes.items()}
             self.groups = list(by_role.values())
         wait(*[group.setup() for group in self.groups])
         self._colocated = one

@@ -50,11 +50,21 @@ def object_store_bytes(config: Config) -> int:
     return 256 * 2**20 + 2 * weights
 
 
-def threads_per_rank(config: Config) -> int:
-    """Torch threads of one rank; on an accelerator 0, torch's own choice."""
-    if device.setup() != "cpu":
+def threads(config: Config, role: str) -> int:
+    """Torch threads of one rank of ``role``: the cores, shared among the ranks that compute at the same time.
+
+    Reference and reward model run side by side; a reward function needs no torch threads. On an accelerator 0: torch's choice.
+    """
+    if config.cpu_threads or device.setup() != "cpu":
         return config.cpu_threads
-    return config.cpu_threads or max(1, cores() // ranks_at_once(config))
+    needed = ranks_needed(config)
+    if config.placement == "colocate":
+        busy = config.actor.parallel.world_size
+    elif role in ("reference", "reward"):
+        busy = needed["reference"] + (0 if config.reward.functions else needed["reward"])
+    else:
+        busy = needed[role]
+    return max(1, cores() // busy)
 
 
 def check_devices(config: Config, available: float, kind: str) -> None:
@@ -78,12 +88,12 @@ def check_devices(config: Config, available: float, kind: str) -> None:
         )
 
 
-def worker_options(config: Config, threads: int) -> dict[str, Any]:
+def worker_options(num_threads: int) -> dict[str, Any]:
     """Ray options of one rank: its device and its environment."""
     kind = device.setup()
     env = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    if threads:
-        env["OMP_NUM_THREADS"] = str(threads)
+    if num_threads:
+        env["OMP_NUM_THREADS"] = str(num_threads)
     options: dict[str, Any] = {"runtime_env": {"env_vars": env}, "max_restarts": 0}
     if kind == "npu":
         options["resources"] = {RESOURCE[kind]: 1}
