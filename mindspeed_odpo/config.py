@@ -210,7 +210,7 @@ class Config:
     pairs: PairsConfig
     save: SaveConfig
     cpu_threads: int = 0
-    """Torch threads of one rank on CPU; 0: cores / ranks that work at the same time, at least 1."""
+    """Torch threads of one rank on a CPU; 0: the cores, shared among the ranks that compute at the same time."""
     timeout_minutes: float = 30.0
     """Longest wait of one collective or one role's call."""
     forwarded: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -779,7 +779,7 @@ def describe(config: Config) -> str:
         ("optimizer", f"AdamW, lr {o.lr:g} {decay}, warm-up {o.lr_warmup_iters} iterations, clip {o.clip_grad:g}"),
         ("prompts", f"{config.data.path} ['{config.data.prompt_key}'], {'shuffled' if config.data.shuffle else 'in file order'}"),
         ("memory", _memory(config)),
-        ("threads", f"{config.cpu_threads} a rank" if config.cpu_threads else "on a CPU: cores / ranks that work at the same time"),
+        ("threads", f"{config.cpu_threads} a rank" if config.cpu_threads else "on a CPU: cores / ranks that compute at the same time"),
         ("checkpoints", _checkpoints(config)),
         ("results", str(config.run_dir)),
     ]

@@ -80,7 +80,9 @@ OWN: Mapping[str, tuple[Key, ...]] = {
         Key("export_hf", "bool", True, "write the trained policy as a Hugging Face folder, RUN/policy_hf"),
         Key("no_load_optim", "bool", False, "resume without the optimizer: only together with `finetune: true`"),
         Key("no_load_rng", "bool", False, "resume without the random state: only together with `finetune: true`"),
-        Key("cpu_threads", "int", 0, "torch threads of one rank on a CPU; 0: cores / ranks that work at the same time", "threads", low=0),
+        Key(
+            "cpu_threads", "int", 0, "torch threads of one rank on a CPU; 0: cores / ranks that compute at the same time", "threads", low=0
+        ),
         Key("timeout_minutes", "float", 30.0, "longest wait of one collective or one role's call", "minutes", low=0, open_low=True),
     ),
     ACTOR: (
