@@ -56,7 +56,7 @@ format: $(SETUP)
 	$(BIN)/ruff format .
 
 unit: $(SETUP) $(MODEL_DONE)
-	$(PYTEST) tests/ut
+	$(PYTEST) tests/ut --cov
 
 system: $(SETUP) $(MODEL_DONE)
 	$(PYTEST) tests/st

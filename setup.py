@@ -27,7 +27,7 @@ STANDALONE = [
     "transformers>=5.20,<6",
     "vaderSentiment~=3.3.2",
 ]
-DEV = ["mypy>=1.15", "pytest>=8", "pytest-timeout>=2.3", "ruff~=0.17.6", "setuptools>=77", "wheel"]
+DEV = ["mypy>=1.15", "pytest>=8", "pytest-cov>=6", "pytest-timeout>=2.3", "ruff~=0.17.6", "setuptools>=77", "wheel"]
 
 readme = ROOT / "README.md"
 setup(

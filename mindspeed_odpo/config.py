@@ -1,7 +1,7 @@
 """One frozen, typed config. YAML is parsed once, here; later nobody sees a DictConfig and nobody assigns to a config.
 
 The dataclasses are what the rest of the package reads; ``parse`` makes them from a composed tree by the table in
-``keys.py``; ``describe`` prints the plan. No torch here: a misspelt key is told within a second or two.
+``keys.py``; ``plan.py`` prints what will be done. No torch here: a misspelt key is told within a second or two.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from mindspeed_odpo.keys import (
     REF,
     REQUIRED,
     REWARD,
+    SMOOTHED,
     TRAINING,
     WITHOUT_MEANING,
     Key,
@@ -55,6 +56,8 @@ class ModelConfig:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
+    rotary_interleaved: bool = False
+    """True: rope turns neighbouring channels (2i, 2i+1); False: it turns halves (i, i + d/2), as Hugging Face does."""
     norm_epsilon: float = 1e-5
     add_qkv_bias: bool = False
     untie_embeddings_and_output_weights: bool = False
@@ -81,7 +84,7 @@ class OptimizerConfig:
 
     lr: float = 1e-6
     min_lr: float = 0.0
-    lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
+    lr_decay_style: Literal["constant", "linear", "cosine", "minimind"] = "constant"
     lr_warmup_iters: int = 0
     lr_decay_iters: int | None = None
     """None: train_iters."""
@@ -94,15 +97,45 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class LossConfig:
-    loss_type: Literal["sigmoid", "ipo"] = "sigmoid"
-    beta: float = 0.1
+    loss_type: str = "sigmoid"
+    """One of ``loss.LOSS_TYPES``."""
+    beta: tuple[float, ...] = (0.1,)
+    """One value an epoch; the last one holds for all that follow."""
     label_smoothing: float = 0.0
+    reduction: Literal["sum", "masked_mean", "padded_mean"] = "sum"
+    """Log-probability of an answer: sum over its tokens, their mean, or their sum over ``padded_length``."""
+    padded_length: int = 1
+    """The constant divisor of ``padded_mean``: seq_length - 1, positions of a fully padded row."""
+    gamma_beta_ratio: float = 1.4
+    """SimPO's target margin over beta, nats a token."""
+    sft_weight: float = 0.0
+    """Weight of the chosen answer's negative log-likelihood a token (``pref_ftx``)."""
+
+    def beta_at(self, epoch: int) -> float:
+        """Beta of an epoch, counted from 0."""
+        return self.beta[min(epoch, len(self.beta) - 1)]
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.loss_type != "simpo"
 
 
 @dataclass(frozen=True)
 class PairsConfig:
     missing_eos_penalty: float = 0.0
     """Subtracted from the score of an answer without EOS, before answers are compared; >= 0."""
+    select: Literal["best_worst", "best_random", "all"] = "best_worst"
+    """Which answers of a prompt meet: best and worst; best and a random one below it; every two."""
+    ties: Literal["drop", "first"] = "drop"
+    """Equal scores: no pair, or the first answer is preferred (TRL)."""
+    identical: Literal["drop", "keep"] = "drop"
+    """Two answers of the same tokens: no pair, or one whose gradient is zero and which counts in the mean."""
+    unscored: Literal["drop", "stop"] = "drop"
+    """An answer without score (None, NaN): in no pair, or the run ends."""
+    empty: Literal["drop", "stop"] = "drop"
+    """An answer without a token: in no pair, or the run ends."""
+    min_margin: float = 0.0
+    """Pairs with a smaller reward gap are left out."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +150,8 @@ class ActorConfig:
     """A Hugging Face folder (start weights) or a checkpoint folder of ours (resume, unless ``finetune``)."""
     finetune: bool = False
     """True with a checkpoint folder: take its weights only, start at iteration 0."""
+    nonfinite: Literal["stop", "skip"] = "stop"
+    """A loss or gradient that is NaN or infinite: the run ends, or the update is left out and counted."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +170,9 @@ class RolloutConfig:
     top_p: float = 1.0
     top_k: int = 0
     """0: no limit."""
+    engine: Literal["megatron", "replay"] = "megatron"
+    replay: Path | None = None
+    """``completions.jsonl`` of a run, for the engine ``replay``."""
 
 
 @dataclass(frozen=True)
@@ -144,6 +182,9 @@ class ReferenceConfig:
     micro_batch_size: int
     """Prompts (K sequences each) in one forward pass."""
     load: Path = Path()
+    """A Hugging Face folder or a checkpoint folder of ours."""
+    cache: Path | None = None
+    """Stage ray_dpo: file of the reference's log-probs; None: named after what it was made from, in runs/ref_logps."""
 
 
 @dataclass(frozen=True)
@@ -155,10 +196,15 @@ class RewardFunction:
 
 @dataclass(frozen=True)
 class RewardConfig:
-    """Python functions (their weighted sum), or one Hugging Face sequence classifier in ``load``."""
+    """One of three kinds: Python functions (their weighted sum), a pairwise judge, or a sequence classifier in ``load``."""
 
     functions: tuple[RewardFunction, ...] = ()
+    judge: str | None = None
+    """``package.module:name`` or ``path/to/file.py:name``; asked about every two answers of a prompt, in both orders."""
     load: Path | None = None
+    """A Hugging Face sequence classifier with one label."""
+    engine: Literal["hf", "megatron"] = "hf"
+    """What runs the classifier: transformers, or a megatron-core model with a value head (Llama and Qwen2 only)."""
     micro_batch_size: int = 8
     """Sequences in one forward pass of a reward model."""
     parallel: ParallelConfig = ParallelConfig()
@@ -174,6 +220,12 @@ class DataConfig:
     """A system turn put in front of every prompt that has none; None: what the chat template does by itself."""
     shuffle: bool = True
     """A new seeded order every epoch; False: file order."""
+    chosen_key: str = "chosen"
+    rejected_key: str = "rejected"
+    """Stage ray_dpo: columns with the two answers (text beside a prompt column), or the two whole dialogues (messages)."""
+    answer_mask: Literal["answer", "dialogue", "dialogue_shifted"] = "answer"
+    """Stage ray_dpo: which tokens count. ``answer``: the last assistant turn, all turns before it must be equal.
+    ``dialogue``: every assistant turn. ``dialogue_shifted``: the same, off by one, as MiniMind's notebook of 2025."""
 
 
 @dataclass(frozen=True)
@@ -201,6 +253,8 @@ class Config:
     """True: bf16 weights and activations, fp32 masters and reductions. False: fp32."""
     placement: Literal["separate", "colocate"]
     tokenizer: Path
+    hf_folder: Path
+    """The Hugging Face folder behind policy and reference: end-of-answer ids, files of the exported policy."""
     run_dir: Path
     actor: ActorConfig
     rollout: RolloutConfig
@@ -217,6 +271,22 @@ class Config:
     """``actor_rollout``, ``ref`` -> keys that are not ours and go to Megatron's TransformerConfig (standalone) or the host's parser."""
     notices: tuple[str, ...] = ()
     """Lines printed once at start: ignored keys, defaults that differ from upstream's."""
+
+    def parallel(self, role: str) -> ParallelConfig:
+        """Parallel sizes of actor, rollout, reference or reward."""
+        return {
+            "actor": self.actor.parallel,
+            "rollout": self.rollout.parallel,
+            "reference": self.reference.parallel,
+            "reward": self.reward.parallel,
+        }[role]
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The roles that this stage and loss run."""
+        if self.stage == "ray_dpo":
+            return ("actor", "reference") if self.actor.loss.needs_reference else ("actor",)
+        return ("actor", "rollout", *(("reference",) if self.actor.loss.needs_reference else ()), "reward")
 
     @property
     def checkpoint_dir(self) -> Path:
@@ -238,6 +308,14 @@ def parse(tree: Mapping[str, Any], name: str) -> Config:
     of range, settings that contradict each other, and paths that are not there.
     """
     return _Parser(tree).config(name)
+
+
+def parse_model(name: str, content: Mapping[str, Any]) -> ModelConfig:
+    """The architecture that one model file alone describes: ``content`` stands under ``name`` in ``model/NAME.yaml``.
+    Raises ConfigError as :func:`parse` does."""
+    parser = _Parser({"model": {name: content}})
+    parser.model_of[ACTOR] = name
+    return parser._model(ACTOR, seq_length=1)
 
 
 class _Parser:
@@ -336,6 +414,7 @@ class _Parser:
                 f" the policy's '{model.name}' {model.vocab_size} ({model.padded_vocab_size}): both must score the same ids"
             )
         load, reference_load = self._loads()
+        tokenizer = self._tokenizer(load)
         run_name = get(TRAINING, "run_name", name)
         if "/" in run_name or run_name in ("", ".", ".."):
             raise ConfigError(f"training.run_name: a plain name without '/', got '{run_name}'; for another folder set training.run_dir")
@@ -357,16 +436,26 @@ class _Parser:
             seed=get(TRAINING, "seed"),
             bf16=get(TRAINING, "bf16"),
             placement=get(TRAINING, "placement"),
-            tokenizer=self._tokenizer(load),
+            tokenizer=tokenizer,
+            hf_folder=self._hf_folder(reference_load, load, tokenizer),
             run_dir=run_dir,
             actor=ActorConfig(
-                model, parallel[ACTOR], micro, self._optimizer(iters), self._loss(), load=load, finetune=get(ACTOR, "finetune")
+                model,
+                parallel[ACTOR],
+                micro,
+                self._optimizer(iters),
+                self._loss(length),
+                load=load,
+                finetune=get(ACTOR, "finetune"),
+                nonfinite=get(ACTOR, "on_nonfinite"),
             ),
             rollout=self._rollout(model, parallel["rollout"], length),
-            reference=ReferenceConfig(reference_model, parallel[REF], get(REF, "micro_batch_size", micro), reference_load),
-            reward=self._reward(parallel[REWARD]),
+            reference=ReferenceConfig(
+                reference_model, parallel[REF], get(REF, "micro_batch_size", micro), reference_load, get(REF, "logps_cache", None)
+            ),
+            reward=self._reward(parallel[REWARD], get(TRAINING, "stage")),
             data=self._data(),
-            pairs=PairsConfig(self._missing_eos_penalty()),
+            pairs=self._pairs(),
             save=SaveConfig(
                 get(ACTOR, "save", None), get(TRAINING, "save_interval"), get(TRAINING, "export_hf"), get(TRAINING, "checkpoint_at_end")
             ),
@@ -439,6 +528,7 @@ class _Parser:
             padded_vocab_size=padded,
             max_position_embeddings=positions,
             rotary_base=get("rotary_base"),
+            rotary_interleaved=get("rotary_interleaved"),
             rope_scaling_factor=get("rope_scaling_factor"),
             low_freq_factor=get("low_freq_factor"),
             high_freq_factor=get("high_freq_factor"),
@@ -494,18 +584,33 @@ class _Parser:
             raise ConfigError(f"{self.find(role, name)[0]}: {size}; this version trains with data parallelism only: set it to 1")
 
     def _loads(self) -> tuple[Path, Path]:
-        load = self._folder(ACTOR, "load")
+        load, starts = self._folder(ACTOR, "load"), self.get(ACTOR, "finetune")
         if not self.was_set(REF, "load"):
-            if not _is_hf(load):
+            if not _is_hf(load) and not starts:
                 raise ConfigError(
-                    f"{REF}.load is not set, and {ACTOR}.load {load} is a checkpoint: name the Hugging Face folder that training started "
-                    "from, the reference must not move on a resume"
+                    f"{REF}.load is not set, and {ACTOR}.load {load} is a checkpoint: name the folder that training started from, "
+                    "the reference must not move on a resume"
                 )
             return load, load
         reference = self._folder(REF, "load")
-        if not _is_hf(reference):
-            raise ConfigError(f"{self.find(REF, 'load')[0]}: no config.json in {reference}; the reference loads from a Hugging Face folder")
+        if not _is_hf(reference) and not is_checkpoint(reference):
+            raise ConfigError(
+                f"{self.find(REF, 'load')[0]}: {reference} is neither a Hugging Face folder (no config.json) nor a checkpoint "
+                f"(no {TRACKER})"
+            )
+        if reference != load and (starts or _is_hf(load)):
+            self.notices.append(f"the policy starts from {load}, the reference is {reference}: the first loss is not ln 2")
         return load, reference
+
+    def _hf_folder(self, *folders: Path) -> Path:
+        """The folder whose config.json names the ids that end an answer and whose files the exported policy takes over."""
+        for folder in folders:
+            if _is_hf(folder):
+                return folder
+        raise ConfigError(
+            f"{', '.join(str(folder) for folder in dict.fromkeys(folders))}: none is a Hugging Face folder with config.json; "
+            "point training.tokenizer_name_or_path at the one that the checkpoint started from"
+        )
 
     def _folder(self, section: str, name: str) -> Path:
         path: Path = self.get(section, name)
@@ -552,15 +657,32 @@ class _Parser:
             adam_eps=get(ACTOR, "adam_eps"),
         )
 
-    def _loss(self) -> LossConfig:
-        kind, smoothing = self.get(ACTOR, "dpo_loss_type"), self.get(ACTOR, "dpo_label_smoothing")
-        if smoothing and kind != "sigmoid":
-            raise ConfigError(f"{ACTOR}.dpo_label_smoothing {smoothing:g} goes with dpo_loss_type sigmoid only, got {kind}: set it to 0")
-        return LossConfig(kind, self.get(ACTOR, "dpo_beta"), smoothing)
+    def _loss(self, seq_length: int) -> LossConfig:
+        get = self.get
+        kind = get(ACTOR, "dpo_loss_type")
+        smoothing = get(ACTOR, "dpo_label_smoothing", 1e-3 if kind == "exo_pair" else 0.0)
+        if smoothing and kind not in SMOOTHED:
+            raise ConfigError(
+                f"{ACTOR}.dpo_label_smoothing {smoothing:g} goes with dpo_loss_type {', '.join(SMOOTHED)}, got {kind}: set it to 0"
+            )
+        if kind == "exo_pair" and not smoothing:
+            raise ConfigError(f"{ACTOR}.dpo_label_smoothing 0: exo_pair takes its logarithm and needs more than 0; leave it out for 0.001")
+        if kind != "simpo" and self.was_set(ACTOR, "gamma_beta_ratio"):
+            raise ConfigError(f"{self.find(ACTOR, 'gamma_beta_ratio')[0]} goes with dpo_loss_type simpo only, got {kind}: remove it")
+        return LossConfig(
+            loss_type=kind,
+            beta=get(ACTOR, "dpo_beta"),
+            label_smoothing=smoothing,
+            reduction=get(ACTOR, "dpo_logps_reduction", "masked_mean" if kind == "simpo" else "sum"),
+            padded_length=seq_length - 1,
+            gamma_beta_ratio=get(ACTOR, "gamma_beta_ratio"),
+            sft_weight=get(ACTOR, "pref_ftx"),
+        )
 
     def _rollout(self, model: ModelConfig, parallel: ParallelConfig, seq_length: int) -> RolloutConfig:
         get = self.get
-        prompt = get(ACTOR, "max_prompt_length")
+        # Recorded answers have no share of their own: a row of prompt and answer must fit seq_length.
+        prompt = seq_length - 1 if get(TRAINING, "stage") == "ray_dpo" else get(ACTOR, "max_prompt_length")
         if prompt >= seq_length:
             raise ConfigError(
                 f"{ACTOR}.max_prompt_length {prompt} leaves no token for the answer in training.seq_length {seq_length}: "
@@ -568,7 +690,16 @@ class _Parser:
             )
         if not get(ACTOR, "do_sample"):
             raise ConfigError(f"{ACTOR}.do_sample: false gives the same answer every time, and equal answers make no pair: set it to true")
-        if not self.was_set(ACTOR, "temperature"):
+        engine, recorded = get(ACTOR, "rollout_engine"), get(ACTOR, "replay_path")
+        if (engine == "replay") != (recorded is not None):
+            raise ConfigError(
+                f"{ACTOR}.rollout_engine: {engine} and replay_path {_show(recorded and str(recorded))}: replay_path names the recorded "
+                "answers of rollout_engine: replay; set both or neither"
+            )
+        if recorded is not None and not recorded.is_file():
+            raise ConfigError(f"{ACTOR}.replay_path: no file {recorded}; give the completions.jsonl of a run")
+        sampled = engine == "megatron" and get(TRAINING, "stage") == "ray_online_dpo"
+        if sampled and not self.was_set(ACTOR, "temperature"):
             self.notices.append(f"{ACTOR}.temperature is not set: sampling at 1.0 (MindSpeed-LLM 2.0.0 sampled at 0.7)")
         return RolloutConfig(
             model=model,
@@ -581,18 +712,52 @@ class _Parser:
             temperature=get(ACTOR, "temperature"),
             top_p=get(ACTOR, "top_p"),
             top_k=get(ACTOR, "top_k"),
+            engine=engine,
+            replay=recorded,
         )
 
-    def _reward(self, parallel: ParallelConfig) -> RewardConfig:
-        functions = self.get(REWARD, "functions")
+    def _reward(self, parallel: ParallelConfig, stage: str) -> RewardConfig:
+        functions, judge = self.get(REWARD, "functions"), self.get(REWARD, "judge")
         # 'load' in training is the models' default and must not turn functions into a reward model
         load = self.trees[REWARD].get("load")
-        if functions and load is not None:
-            raise ConfigError("reward.functions and reward.load are both set: a run has one kind of reward, remove one")
-        if not functions and load is None:
-            raise ConfigError("no reward: set reward.functions=package.module:name, or reward.load to the folder of a classifier")
-        folder = None if load is None else self._folder(REWARD, "load")
-        return RewardConfig(functions, folder, self.get(REWARD, "micro_batch_size"), parallel)
+        given = [name for name, value in (("functions", functions), ("judge", judge), ("load", load)) if value]
+        if len(given) > 1:
+            listed = " and ".join(f"reward.{name}" for name in given)
+            raise ConfigError(f"{listed} are set: a run has one kind of reward, keep one of them")
+        if stage == "ray_dpo":
+            if given:
+                self.notices.append(f"ignored, stage ray_dpo has no reward: reward.{given[0]}")
+            return RewardConfig(parallel=parallel)
+        if not given:
+            raise ConfigError(
+                "no reward: set reward.functions=package.module:name, reward.judge=package.module:name, or reward.load to the folder "
+                "of a classifier"
+            )
+        engine = self.get(REWARD, "engine")
+        if engine == "megatron" and load is None:
+            raise ConfigError(f"reward.engine: megatron runs the classifier in reward.load, but reward.{given[0]} is set: remove one")
+        return RewardConfig(
+            functions=functions,
+            judge=None if judge is None else _functions("reward.judge", judge)[0].target,
+            load=None if load is None else self._folder(REWARD, "load"),
+            engine=engine,
+            micro_batch_size=self.get(REWARD, "micro_batch_size"),
+            parallel=parallel,
+        )
+
+    def _pairs(self) -> PairsConfig:
+        get = self.get
+        if get(TRAINING, "stage") == "ray_dpo":
+            return PairsConfig()
+        return PairsConfig(
+            missing_eos_penalty=self._missing_eos_penalty(),
+            select=get(ALGORITHM, "pair_select"),
+            ties=get(ALGORITHM, "pair_ties"),
+            identical=get(ALGORITHM, "pair_identical"),
+            unscored=get(ALGORITHM, "pair_unscored"),
+            empty=get(ALGORITHM, "pair_empty"),
+            min_margin=get(ALGORITHM, "pair_min_margin"),
+        )
 
     def _data(self) -> DataConfig:
         path: Path = self.get(ACTOR, "data_path")
@@ -609,7 +774,15 @@ class _Parser:
                 both = f"shuffle: {_show(shuffle)} and no_shuffle: {_show(no_shuffle)}"
                 raise ConfigError(f"{ACTOR}: {both} contradict each other: set one of them")
             shuffle = not no_shuffle
-        return DataConfig(path, self.get(ACTOR, "prompt_key"), self.get(ACTOR, "system_prompt"), shuffle)
+        return DataConfig(
+            path=path,
+            prompt_key=self.get(ACTOR, "prompt_key"),
+            system_prompt=self.get(ACTOR, "system_prompt"),
+            shuffle=shuffle,
+            chosen_key=self.get(ACTOR, "chosen_key"),
+            rejected_key=self.get(ACTOR, "rejected_key"),
+            answer_mask=self.get(ACTOR, "answer_mask"),
+        )
 
     def _missing_eos_penalty(self) -> float:
         name = "missing_eos_penalty"
@@ -683,6 +856,11 @@ def _typed(path: str, key: Key, value: Any) -> Any:
         if any(isinstance(item, bool) or not isinstance(item, int) or item < 0 for item in items):
             raise ConfigError(f"{path}: expected a list of whole numbers, one per node, got {_show(value)}")
         return tuple(items)
+    if key.type == "floats":
+        items = value if isinstance(value, (list, tuple)) else [value]
+        if not items:
+            raise ConfigError(f"{path}: expected a number or a list of numbers, got an empty list")
+        return tuple(_typed(path, replace(key, type="float"), item) for item in items)
     if key.type == "functions":
         return _functions(path, value)
     accepted, words = _KINDS[key.type]
@@ -738,6 +916,15 @@ def _functions(path: str, value: Any) -> tuple[RewardFunction, ...]:
     return tuple(found)
 
 
+TRACKER = "latest_checkpointed_iteration.txt"
+"""Megatron's name of the file that names a checkpoint folder's latest iteration."""
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether ``folder`` is a checkpoint folder of ours."""
+    return (folder / TRACKER).is_file()
+
+
 def _is_hf(folder: Path) -> bool:
     return (folder / "config.json").is_file()
 
@@ -750,107 +937,8 @@ def config_root() -> Path:
     return Path(__file__).parent.parent / "configs"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# describe
-
-
-def describe(config: Config) -> str:
-    """The plan of a run, as ``odpo check`` and the launcher print it."""
-    a, r, f = config.actor, config.rollout, config.reference
-    k, sequences = r.num_answers, config.global_batch_size * r.num_answers
-    o, loss = a.optimizer, a.loss
-    share = config.global_batch_size // r.parallel.data
-    call = min(r.prompts_per_call or share, share)
-    limits = [f"top_p {r.top_p:g}"] * (r.top_p < 1) + [f"top_k {r.top_k}"] * (r.top_k > 0)
-    decay = "constant" if o.lr_decay_style == "constant" else f"{o.lr_decay_style} to {o.min_lr:g}"
-    rows = [
-        ("model", f"{_architecture(a.model)}; {'bf16, fp32 masters and reductions' if config.bf16 else 'fp32'}"),
-        ("policy from", f"{a.load}{' (weights only)' if a.finetune else ''}"),
-        ("reference", f"{f.load}" + ("" if f.model == a.model else f"; {_architecture(f.model)}")),
-        ("placement", _placement(config)),
-        ("iterations", f"{config.train_iters}, each {config.global_batch_size} pairs; {k} answers a prompt = {sequences} sequences"),
-        ("policy", _batches("micro_batch_size", a.micro_batch_size, "pairs", 2, config.global_batch_size, a.parallel.data)),
-        ("reference", _batches("micro_batch_size", f.micro_batch_size, "prompts", k, config.global_batch_size, f.parallel.data)),
-        ("rollout", f"{call} prompts = {call * k} sequences at a time, " + _ranks(r.parallel.data, "each ")),
-        ("tokens", f"seq_length {r.max_prompt_length + r.max_new_tokens} = prompt {r.max_prompt_length} + answer {r.max_new_tokens}"),
-        ("sampling", ", ".join([f"temperature {r.temperature:g}", *limits, f"seed {config.seed}"])),
-        ("loss", f"{loss.loss_type}, beta {loss.beta:g}, label smoothing {loss.label_smoothing:g}"),
-        ("reward", _reward_line(config)),
-        ("optimizer", f"AdamW, lr {o.lr:g} {decay}, warm-up {o.lr_warmup_iters} iterations, clip {o.clip_grad:g}"),
-        ("prompts", f"{config.data.path} ['{config.data.prompt_key}'], {'shuffled' if config.data.shuffle else 'in file order'}"),
-        ("memory", _memory(config)),
-        ("threads", f"{config.cpu_threads} a rank" if config.cpu_threads else "on a CPU: cores / ranks that compute at the same time"),
-        ("checkpoints", _checkpoints(config)),
-        ("results", str(config.run_dir)),
-    ]
-    return "\n".join(f"{label:<12} {text}" for label, text in rows)
-
-
-def _architecture(m: ModelConfig) -> str:
-    millions = parameters(m) / 1e6
-    return (
-        f"{m.name}: {m.num_layers} layers, hidden {m.hidden_size}, {m.num_attention_heads} heads in {m.num_query_groups} groups, "
-        f"vocabulary {m.vocab_size}, {millions:.{1 if millions >= 1 else 3}f} M parameters"
-    )
-
-
-def _ranks(count: int, each: str = "") -> str:
-    return f"{each}of {count} ranks" if count > 1 else "1 rank"
-
-
-def _batches(name: str, micro: int, unit: str, answers: int, batch: int, ranks: int) -> str:
-    share = batch // ranks
-    micro = min(micro, share)
-    return f"{name}: {micro} {unit} = {micro * answers} sequences, {math.ceil(share / micro)} micro-batches, " + _ranks(ranks, "each ")
-
-
-def _placement(config: Config) -> str:
-    sizes = {role: part.parallel.data for role, part in _parts(config).items()}
-    if config.placement == "colocate":
-        last = sizes["actor"] - 1
-        return f"colocate: actor, rollout, reference and reward take turns on rank{f's 0-{last}' if last else ' 0'}"
-    return f"separate: {', '.join(f'{role} {_count(n)}' for role, n in sizes.items())}; {sum(sizes.values())} ranks in all"
-
-
-def _count(ranks: int) -> str:
-    return f"{ranks} rank{'s' if ranks > 1 else ''}"
-
-
-def _parts(config: Config) -> dict[str, ActorConfig | RolloutConfig | ReferenceConfig | RewardConfig]:
-    return {"actor": config.actor, "rollout": config.rollout, "reference": config.reference, "reward": config.reward}
-
-
-def _reward_line(config: Config) -> str:
-    penalty = f"; answers without EOS lose {config.pairs.missing_eos_penalty:g}" if config.pairs.missing_eos_penalty else ""
-    if config.reward.load is not None:
-        return f"classifier {config.reward.load}, {config.reward.micro_batch_size} sequences a micro-batch{penalty}"
-    return " + ".join(f"{fn.weight:g} x {fn.target}" for fn in config.reward.functions) + penalty
-
-
-def _checkpoints(config: Config) -> str:
-    save = config.save
-    when = [f"every {save.interval} iterations"] * (save.interval > 0) + ["at the end"] * save.checkpoint_at_end
-    return f"{' and '.join(when)}, {save.directory or config.run_dir / 'checkpoints'}" if when else "none"
-
-
 def parameters(m: ModelConfig) -> int:
     """Number of parameters of a model, embedding (and head, when untied) included."""
     queries, keys = m.num_attention_heads * m.kv_channels, m.num_query_groups * m.kv_channels
     layer = m.hidden_size * (2 * queries + 2 * keys + 3 * m.ffn_hidden_size + 2) + (queries + 2 * keys) * m.add_qkv_bias
     return m.num_layers * layer + m.hidden_size + m.padded_vocab_size * m.hidden_size * (1 + m.untie_embeddings_and_output_weights)
-
-
-def _memory(config: Config) -> str:
-    """Bytes of one rank: weights, gradients (fp32), masters and moments; weights; weights. Activations come on top."""
-    width = 2 if config.bf16 else 4
-    n, r = parameters(config.actor.model), config.rollout
-    cache = 2 * r.model.num_layers * r.model.num_query_groups * r.model.kv_channels * width * (r.max_prompt_length + r.max_new_tokens)
-    share = config.global_batch_size // r.parallel.data
-    rows = min(r.prompts_per_call or share, share) * r.num_answers
-    sizes = {
-        "actor": n * (width + 4 + 8 + (4 if config.bf16 else 0)),
-        "rollout": n * width + cache * rows,
-        "reference": parameters(config.reference.model) * width,
-    }
-    listed = ", ".join(f"{role} {size / 2**30:.2f} GiB" for role, size in sizes.items())
-    return f"about {listed} a rank, without activations and the processes themselves"

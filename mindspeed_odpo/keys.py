@@ -22,6 +22,11 @@ ALGORITHM = "algorithm"
 POOL = "resource_pool"
 MODEL = "model.NAME"
 
+LOSS_TYPES = ("sigmoid", "robust", "hinge", "ipo", "exo_pair", "nca_pair", "sppo_hard", "apo_zero", "apo_down", "simpo")
+"""Losses of ``loss.py``."""
+SMOOTHED = ("sigmoid", "robust", "exo_pair", "simpo")
+"""Those that know a label smoothing."""
+
 REQUIRED = object()
 """Default of a key without which a run cannot start."""
 
@@ -30,7 +35,7 @@ REQUIRED = object()
 class Key:
     name: str
     type: str
-    """int, float, bool, str, path, ints (a list of whole numbers, or one) or functions."""
+    """int, float, bool, str, path, ints and floats (a list of numbers, or one) or functions."""
     default: Any
     """The value when unset; a string in ``<...>`` says how it follows from others; ``REQUIRED``: none."""
     doc: str
@@ -59,7 +64,13 @@ def _sizes(role: str) -> tuple[Key, ...]:
 
 OWN: Mapping[str, tuple[Key, ...]] = {
     TRAINING: (
-        Key("stage", "str", "ray_online_dpo", "training method", choices=("ray_online_dpo",)),
+        Key(
+            "stage",
+            "str",
+            "ray_online_dpo",
+            "training method: online DPO, or offline DPO on files of preferences",
+            choices=("ray_online_dpo", "ray_dpo"),
+        ),
         Key("train_iters", "int", REQUIRED, "updates of the policy", "iterations", low=1),
         Key("global_batch_size", "int", REQUIRED, "prompts of one iteration, over all ranks; one pair comes from each", "pairs", low=1),
         Key("seq_length", "int", REQUIRED, "longest prompt + answer; answers get `seq_length - max_prompt_length`", "tokens", low=2),
@@ -111,13 +122,61 @@ OWN: Mapping[str, tuple[Key, ...]] = {
         Key("micro_batch_size", "int", 4, "pairs in one forward pass; the last one may be smaller", "pairs", low=1),
         Key("ppo_mini_batch_size", "int", "<global_batch_size>", "pairs of one optimizer step; only global_batch_size", "pairs", low=1),
         Key("ppo_epochs", "int", 1, "passes over one iteration's pairs; only 1 in this version", low=1),
-        Key("dpo_beta", "float", 0.1, "strength of the pull to the reference", low=0, open_low=True),
-        Key("dpo_loss_type", "str", "sigmoid", "DPO's loss, or IPO's on summed log-probs", choices=("sigmoid", "ipo")),
-        Key("dpo_label_smoothing", "float", 0.0, "probability that a preference is wrong; sigmoid only", low=0, high=0.5, open_high=True),
+        Key(
+            "dpo_beta",
+            "floats",
+            (0.1,),
+            "strength of the pull to the reference; a list: one value an epoch, the last one holds",
+            low=0,
+            open_low=True,
+        ),
+        Key("dpo_loss_type", "str", "sigmoid", "the loss, see docs/algorithm.md", choices=LOSS_TYPES),
+        Key(
+            "dpo_label_smoothing",
+            "float",
+            "<0; exo_pair: 0.001>",
+            f"probability that a preference is wrong; for {', '.join(SMOOTHED)}",
+            low=0,
+            high=0.5,
+            open_high=True,
+        ),
+        Key(
+            "dpo_logps_reduction",
+            "str",
+            "<sum; simpo: masked_mean>",
+            "log-probability of an answer: sum over its tokens, their mean, or the sum over seq_length - 1",
+            choices=("sum", "masked_mean", "padded_mean"),
+        ),
+        Key("gamma_beta_ratio", "float", 1.4, "simpo: target margin over beta", "nats a token", low=0),
+        Key("pref_ftx", "float", 0.0, "weight of the chosen answer's negative log-likelihood a token, added to the loss", low=0),
+        Key(
+            "on_nonfinite",
+            "str",
+            "stop",
+            "a NaN or infinite loss or gradient ends the run, or skips the update (counted; the fifth in a row ends the run)",
+            choices=("stop", "skip"),
+        ),
+        Key(
+            "rollout_engine",
+            "str",
+            "megatron",
+            "who answers: the policy, or the recorded answers of `replay_path`",
+            choices=("megatron", "replay"),
+        ),
+        Key("replay_path", "path", None, "completions.jsonl of a former run, for `rollout_engine: replay`"),
+        Key("chosen_key", "str", "chosen", "ray_dpo: column with the preferred answer (text), or its whole dialogue (messages)"),
+        Key("rejected_key", "str", "rejected", "ray_dpo: column with the other answer, or its whole dialogue"),
+        Key(
+            "answer_mask",
+            "str",
+            "answer",
+            "ray_dpo: the last assistant turn counts, every assistant turn, or those off by one as in MiniMind's notebook of 2025",
+            choices=("answer", "dialogue", "dialogue_shifted"),
+        ),
         Key("missing_eos_penalty", "float", 0.0, "taken off the score of an answer without EOS before the comparison", "score", low=0),
         Key("lr", "float", 1e-6, "learning rate at its peak", low=0),
         Key("min_lr", "float", 0.0, "learning rate at the end of the decay", low=0),
-        Key("lr_decay_style", "str", "constant", "shape of the decay", choices=("constant", "linear", "cosine")),
+        Key("lr_decay_style", "str", "constant", "shape of the decay", choices=("constant", "linear", "cosine", "minimind")),
         Key("lr_warmup_iters", "int", 0, "linear warm-up from 0; not together with the fraction", "iterations", low=0),
         Key("lr_warmup_fraction", "float", 0.0, "the warm-up as a part of the decay's iterations", low=0, high=1, open_high=True),
         Key("lr_decay_iters", "int", "<train_iters>", "iterations until min_lr is reached", "iterations", low=1),
@@ -132,8 +191,9 @@ OWN: Mapping[str, tuple[Key, ...]] = {
         *_sizes("the policy"),
     ),
     REF: (
+        Key("logps_cache", "path", "<a file in runs/ref_logps>", "ray_dpo: where the reference's log-probs are kept between runs"),
         Key("model", "str", "<actor's model>", "name of the reference's model"),
-        Key("load", "path", "<actor's load>", "Hugging Face folder with the frozen reference; required to resume a checkpoint"),
+        Key("load", "path", "<actor's load>", "folder with the frozen reference, Hugging Face or a checkpoint; required to resume"),
         Key("micro_batch_size", "int", "<actor's micro_batch_size>", "prompts (all their answers) in one forward pass", "prompts", low=1),
         *_sizes("the reference"),
     ),
@@ -144,12 +204,28 @@ OWN: Mapping[str, tuple[Key, ...]] = {
             (),
             "`package.module:name` or `file.py:name`, or a list of {target, weight}, added up",
         ),
-        Key("load", "path", None, "Hugging Face folder with a sequence classifier; either this or functions"),
+        Key("judge", "str", None, "`package.module:name` or `file.py:name`: says which of two answers is better"),
+        Key("load", "path", None, "Hugging Face folder with a sequence classifier; one of functions, judge and load"),
+        Key("engine", "str", "hf", "what runs the classifier: transformers, or megatron-core and a value head", choices=("hf", "megatron")),
         Key("model", "str", None, "MindSpeed-LLM's name of the reward model; the folder in `load` has its own architecture"),
         Key("micro_batch_size", "int", 8, "answers in one forward pass of a reward model", "sequences", low=1),
         *_sizes("the reward model"),
     ),
-    ALGORITHM: (Key("missing_eos_penalty", "float", 0.0, f"second spelling of {ACTOR}.missing_eos_penalty", "score", low=0),),
+    ALGORITHM: (
+        Key("missing_eos_penalty", "float", 0.0, f"second spelling of {ACTOR}.missing_eos_penalty", "score", low=0),
+        Key(
+            "pair_select",
+            "str",
+            "best_worst",
+            "which answers of a prompt meet: best and worst, best and a random worse one, every two",
+            choices=("best_worst", "best_random", "all"),
+        ),
+        Key("pair_ties", "str", "drop", "equal scores: no pair, or the first answer wins", choices=("drop", "first")),
+        Key("pair_identical", "str", "drop", "answers of the same tokens: no pair, or one without gradient", choices=("drop", "keep")),
+        Key("pair_unscored", "str", "drop", "an answer without score: in no pair, or the run ends", choices=("drop", "stop")),
+        Key("pair_empty", "str", "drop", "an answer without a token: in no pair, or the run ends", choices=("drop", "stop")),
+        Key("pair_min_margin", "float", 0.0, "pairs with a smaller reward gap are left out", "score", low=0),
+    ),
     POOL: (
         Key(
             "actor_rollout",
@@ -192,6 +268,7 @@ OWN: Mapping[str, tuple[Key, ...]] = {
         Key("low_freq_factor", "float", 1.0, "Llama 3 rope scaling: low frequency factor", low=0, open_low=True),
         Key("high_freq_factor", "float", 4.0, "Llama 3 rope scaling: high frequency factor", low=0, open_low=True),
         Key("original_max_position_embeddings", "int", 8192, "Llama 3 rope scaling: length before scaling", "tokens", low=1),
+        Key("rotary_interleaved", "bool", False, "true: rope turns neighbouring channels; false: halves"),
         Key("norm_epsilon", "float", 1e-5, "RMSNorm's epsilon", low=0, open_low=True),
         Key("add_qkv_bias", "bool", False, "bias on query, key and value, as in Qwen2"),
         Key("untie_embeddings_and_output_weights", "bool", False, "true: an output head of its own"),
@@ -221,7 +298,6 @@ FIXED: Mapping[str, tuple[Any, str]] = {
     "num_experts": (None, "mixture-of-experts models are not supported by this version"),
     "position_embedding_type": ("rope", "models of this version use rope"),
     "qk_layernorm": (False, "models with normed queries and keys are not supported by this version"),
-    "rotary_interleaved": (False, "rope rotates halves here"),
     "swiglu": (True, "models of this version use SwiGLU"),
     "use_mcore_models": (True, "only megatron-core models are supported"),
     "virtual_pipeline_model_parallel_size": (None, "pipeline parallelism is not supported by this version"),
@@ -297,10 +373,11 @@ def markdown() -> str:
         "the same `num_gpus_for_train` ranks, and the other rank counts are equal to it or unset.",
         "",
     ]
+    listed = {"ints": "list of int", "floats": "float or list"}
     for section, keys in OWN.items():
         out += [f"## `{section}`", "", "| key | type | default | unit | meaning |", "| --- | --- | --- | --- | --- |"]
         for key in keys:
-            kind = " \\| ".join(f"`{choice}`" for choice in key.choices) or {"ints": "list of int"}.get(key.type, key.type)
+            kind = " \\| ".join(f"`{choice}`" for choice in key.choices) or listed.get(key.type, key.type)
             out.append(f"| `{key.name}` | {kind} | {_default(key.default)} | {key.unit} | {key.doc}{_range(key)} |")
         out.append("")
     out += ["## Handed on to Megatron's TransformerConfig", "", ", ".join(f"`{name}`" for name in FORWARDED) + ".", ""]

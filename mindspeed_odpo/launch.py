@@ -14,8 +14,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mindspeed_odpo.config import config_root, describe, parse
+from mindspeed_odpo.config import config_root, parse
 from mindspeed_odpo.errors import ConfigError, exit_code, nearest
+from mindspeed_odpo.plan import describe
 
 DEFAULT_CONFIG = "online_dpo_quickstart_smollm2"
 

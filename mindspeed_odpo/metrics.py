@@ -1,22 +1,7 @@
 """Names and reductions of what a run reports, and the one log line that system tests read.
 
-====================================  =======================================================================
-``timing/gen``, ``ref``,              seconds of the phases rollout, judge (reference and reward together), pairs,
-``adv``, ``update_actor``, ``sync``   update, sync; ``timing/all`` is the whole iteration
-``actor/pg_loss``                     loss, mean over kept pairs
-``logps/chosen``, ``rejected``        log-probability of an answer, nats, policy before this update
-``rewards/chosen``, ``rejected``      DPO's implicit reward, beta * (policy - reference); ``rewards/margins`` their
-                                      difference, ``rewards/accuracies`` the share of pairs where it is positive
-``reward/score/*``                    what the reward gave, before the EOS penalty, over answers that have a score;
-                                      ``reward/unscored`` counts the others
-``reward/margin``                     best less worst score after the penalty, mean over kept pairs
-``objective/kl``                      nats an answer, policy before this update against reference: log-ratio, mean
-                                      over the chosen and rejected answers of kept pairs
-``val/eos_rate``                      share of answers that ended by themselves
-``pairs/kept``, ``pairs/dropped_*``   prompts that trained, and why the others did not
-====================================  =======================================================================
-
-Where no pair was kept, means over pairs are NaN: ``null`` in metrics.jsonl, ``nan`` in the log line.
+docs/metrics.md has the table: name, formula, unit, which way is good. Where no pair was kept, means over pairs are NaN, and
+so is what needs a reference where the loss has none: ``null`` in metrics.jsonl, ``nan`` in the log line.
 """
 
 from __future__ import annotations
@@ -26,8 +11,7 @@ from datetime import datetime
 
 from torch import Tensor
 
-from mindspeed_odpo.pairs import REASONS
-from mindspeed_odpo.types import Pairs, Rollout, StepStats
+from mindspeed_odpo.types import REASONS, Pairs, Rollout, StepStats
 
 PHASES = {"rollout": "gen", "judge": "ref", "pairs": "adv", "update": "update_actor"}
 """Phase of the loop -> MindSpeed-LLM's name of its timing; other phases keep their own."""
@@ -45,12 +29,18 @@ def step_metrics(
 ) -> dict[str, float]:
     """All numbers of one iteration, in the order of the log line.
 
-    ``scores``: f32 ``[P,K]``, raw, NaN where an answer has none. ``timings``: seconds by phase, with ``all``.
+    ``scores``: f32 ``[P,K]``, raw, NaN where an answer has none. ``timings``: seconds by phase, with ``all``; without the
+    phase ``rollout`` (recorded preferences) nothing is said of its speed. ``beta``: of this iteration.
     """
     policy = {side: stats.mean(f"logps_{side}") for side in ("chosen", "rejected")}
     ratio = {side: policy[side] - stats.mean(f"ref_logps_{side}") for side in ("chosen", "rejected")}
     lengths = rollout.lengths().double()
-    kept = int(pairs.keep.sum())
+    reward = {side: stats.mean(f"reward_{side}") for side in ("chosen", "rejected")}
+    dropped = {name: float((pairs.reason == code).sum()) for code, name in enumerate(REASONS) if name != "kept"}
+    # Recorded preferences train without scores: their margin of 0 says nothing.
+    compared = pairs.keep & ~scores.gather(1, pairs.chosen).isnan()
+    # A tie drops its pair, or (pair_ties: first) trains with a margin of 0.
+    tied = (pairs.reason == REASONS.index("tie")) | (compared & (pairs.margin == 0))
     scored = scores[~scores.isnan()].double()
     tokens = float(lengths.sum())
     return {
@@ -59,26 +49,30 @@ def step_metrics(
         "beta": beta,
         "logps/chosen": policy["chosen"],
         "logps/rejected": policy["rejected"],
-        "rewards/chosen": beta * ratio["chosen"],
-        "rewards/rejected": beta * ratio["rejected"],
+        "rewards/chosen": reward["chosen"],
+        "rewards/rejected": reward["rejected"],
         **_spread("reward/score", scored),
         **_spread("response_length", lengths),
         **_spread("prompt_length", rollout.prompt_mask.sum(-1).double()),
         "timing/all": timings["all"],
-        "rewards/margins": beta * (ratio["chosen"] - ratio["rejected"]),
+        "rewards/margins": reward["chosen"] - reward["rejected"],
         "rewards/accuracies": stats.mean("accuracy"),
-        "reward/margin": float(pairs.margin[pairs.keep].double().mean()),
+        "reward/margin": float(pairs.margin[compared].double().mean()),
         "reward/unscored": float(scores.numel() - scored.numel()),
+        "sft_loss": stats.mean("sft"),
         "objective/kl": (ratio["chosen"] + ratio["rejected"]) / 2,
+        "objective/entropy": -(policy["chosen"] + policy["rejected"]) / 2,
         "val/eos_rate": float(rollout.finished.double().mean()),
-        "pairs/kept": float(kept),
-        **{f"pairs/dropped_{reason}": float(pairs.reason.count(reason)) for reason in REASONS},
+        "pairs/kept": float(pairs.keep.sum()),
+        **{f"pairs/dropped_{name}": count for name, count in dropped.items()},
+        "pairs/tie_fraction": float(tied.double().mean()),
         "grad_norm": stats.grad_norm,
         "lr": stats.lr,
         "update_skipped": float(stats.skipped),
+        "update_nonfinite": float(stats.nonfinite),
         "policy_version": float(rollout.policy_version),
         "throughput/tokens_per_second": tokens / timings["all"],
-        "throughput/rollout_tokens_per_second": tokens / timings["rollout"],
+        **({"throughput/rollout_tokens_per_second": tokens / timings["rollout"]} if "rollout" in timings else {}),
         "epoch": epoch,
     }
 

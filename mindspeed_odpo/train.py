@@ -23,7 +23,7 @@ def train(config: Config, roles: Any, prompts: Any, log: Any, first: int) -> Non
     """Iterations ``first + 1 .. train_iters``, with weights of version ``first`` already in the rollout.
 
     ``roles``: the four roles and ``sync_weights`` (``ray.group.Roles``, or plain Python objects with the same methods);
-    ``prompts``: ``batch(step) -> PromptBatch``; ``log``: a ``RunLog``.
+    ``prompts``: ``batch(step) -> PromptBatch``, ``epoch_index(step) -> int``; ``log``: a ``RunLog``.
     """
     for step in range(first + 1, config.train_iters + 1):
         with log.step(step) as timed:
@@ -32,18 +32,23 @@ def train(config: Config, roles: Any, prompts: Any, log: Any, first: int) -> Non
                 rollout = wait(roles.rollout.generate(batch))
             with timed("judge"):  # neither needs the other: both run
                 scores, ref_logps = wait(roles.reward.score(rollout, batch), roles.reference.logps(rollout))
-            pairs = make_pairs(scores, rollout, config.pairs.missing_eos_penalty)
+            pairs = make_pairs(scores, rollout, config.pairs, config.seed, step)
+            beta = config.actor.loss.beta_at(prompts.epoch_index(step))
             with timed("update"):
-                stats = wait(roles.actor.update(TrainBatch(rollout, pairs, ref_logps), step))
+                stats = wait(roles.actor.update(TrainBatch(rollout, pairs, ref_logps), step, beta))
             with timed("sync"):
                 roles.sync_weights(version=step)
-        log.record(rollout, scores, pairs, stats)
+        log.record(rollout, scores, pairs, stats, beta)
         if config.save.due(step) or (step == config.train_iters and config.save.checkpoint_at_end):
             wait(roles.actor.save(step))
 
 
 def run(config: Config) -> None:
     """A whole run: check everything that is cheap to check, start the ranks, train, save, export, sum up."""
+    if config.stage == "ray_dpo":
+        from mindspeed_odpo.train_offline import run as run_offline
+
+        return run_offline(config)
     host = Host(config)
     resume = host.resumes()
     config = replace(config, run_dir=free_run_dir(config.run_dir, resume))
@@ -53,10 +58,10 @@ def run(config: Config) -> None:
     with cluster(config), Roles(config) as roles:
         first = wait(roles.actor.start())
         roles.sync_weights(version=first)
-        before = _greedy(roles, prompts)
+        before = _greedy(config, roles, prompts)
         with RunLog(config, first, prompts) as log:
             train(config, roles, prompts, log, first)
-            after = _greedy(roles, prompts)
+            after = _greedy(config, roles, prompts)
             export = config.run_dir / "policy_hf" if config.save.export_hf else None
             if export is not None:
                 wait(roles.actor.export_hf(export))
@@ -64,7 +69,9 @@ def run(config: Config) -> None:
             log.summary(prompts.batch(1).rows[0], before, after, checkpoint, export)
 
 
-def _greedy(roles: Any, prompts: Prompts) -> str:
-    """The policy's greedy answer to the first prompt of the run, for people to compare."""
+def _greedy(config: Config, roles: Any, prompts: Prompts) -> str | None:
+    """The policy's greedy answer to the first prompt of the run, for people to compare; None where answers are recorded."""
+    if config.rollout.engine == "replay":
+        return None
     texts, _ = decode_answers(prompts.tokenizer, wait(roles.rollout.greedy(prompts.batch(1).select([0]))))
     return texts[0][0]

@@ -4,6 +4,7 @@ Axis legend (used in every docstring of this package)::
 
     P  prompts            S  prompt tokens, left-padded
     K  answers a prompt   R  answer tokens, right-padded
+    M  pairs a prompt
     N  rows = sequences   T  tokens of a packed row (prompt, answer, right padding)
     V  vocabulary         L  layers        H  hidden size
 
@@ -88,10 +89,14 @@ class Rollout:
     ``finished``       bool  ``[P,K]``    ended by an EOS id, not by length
     ``prompt_index``   i64   ``[P]``      which row of the data
     ``policy_version`` int                which weights answered: 0 before the first sync, then the step
+    ``loss_mask``      bool  ``[P,K,R]``  which answer tokens count; None: all of ``response_mask``
     =================  ====  ===========  ==========================================================
 
     Example, P=1, K=2, R=3, EOS 2: answers ``[5, 2]`` and ``[5, 6, 7]`` are ``response_ids [[[5,2,2],[5,6,7]]]``,
     ``response_mask [[[T,T,F],[T,T,T]]]``, ``finished [[T, F]]``. The mask never comes from ``!= pad``: pad may equal EOS.
+
+    ``loss_mask`` is for recorded dialogues, where what follows the prompt holds turns of the user too: those are read by
+    the model (``response_mask``) and do not count in any log-probability.
     """
 
     prompt_ids: Tensor
@@ -101,9 +106,15 @@ class Rollout:
     finished: Tensor
     prompt_index: Tensor
     policy_version: int
+    loss_mask: Tensor | None = None
 
     def __len__(self) -> int:
         return self.prompt_ids.shape[0]
+
+    @property
+    def counted(self) -> Tensor:
+        """bool ``[P,K,R]``: the answer tokens whose log-probabilities count."""
+        return self.response_mask if self.loss_mask is None else self.loss_mask
 
     @property
     def num_answers(self) -> int:
@@ -118,16 +129,28 @@ class Rollout:
         _expect("Rollout", "response_mask", self.response_mask, torch.bool, (p, k, r), "PKR")
         _expect("Rollout", "finished", self.finished, torch.bool, (p, k), "PK")
         _expect("Rollout", "prompt_index", self.prompt_index, torch.int64, (p,), "P")
+        if self.loss_mask is not None:
+            _expect("Rollout", "loss_mask", self.loss_mask, torch.bool, (p, k, r), "PKR")
+            if (self.loss_mask & ~self.response_mask).any():
+                raise WorkerError("Rollout.loss_mask: counts tokens that response_mask calls padding; it must lie within it")
         return self
 
     def lengths(self) -> Tensor:
         """Answer tokens with the EOS, i64 ``[P,K]``."""
         return self.response_mask.sum(-1)
 
+    def counted_lengths(self) -> Tensor:
+        """Answer tokens that count, i64 ``[P,K]``; equal to ``lengths()`` without a ``loss_mask``."""
+        return self.counted.sum(-1)
+
     def select(self, rows: Sequence[int]) -> Rollout:
         i = torch.as_tensor(rows, dtype=torch.int64)
-        moved = {f.name: getattr(self, f.name)[i] for f in fields(self) if f.name != "policy_version"}
+        moved: dict[str, Any] = {name: value[i] for name, value in self._tensors().items()}
         return replace(self, **moved)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "policy_version"}
+        return {name: value for name, value in values.items() if value is not None}
 
     @staticmethod
     def concat(parts: Sequence[Rollout]) -> Rollout:
@@ -135,6 +158,8 @@ class Rollout:
         versions = {part.policy_version for part in parts}
         if len(versions) != 1:
             raise WorkerError(f"Rollout.concat: parts were answered by different weights, versions {sorted(versions)}")
+        if len({part.loss_mask is None for part in parts}) != 1:
+            raise WorkerError("Rollout.concat: some parts have a loss_mask and some have none")
         s = max(part.prompt_ids.shape[-1] for part in parts)
         r = max(part.response_ids.shape[-1] for part in parts)
         wide = [
@@ -144,44 +169,63 @@ class Rollout:
                 prompt_mask=_pad_to(part.prompt_mask, s, False, left=True),
                 response_ids=_pad_to(part.response_ids, r, 0, left=False),
                 response_mask=_pad_to(part.response_mask, r, False, left=False),
+                loss_mask=None if part.loss_mask is None else _pad_to(part.loss_mask, r, False, left=False),
             )
             for part in parts
         ]
-        joined = {f.name: torch.cat([getattr(w, f.name) for w in wide]) for f in fields(Rollout) if f.name != "policy_version"}
+        joined = {name: torch.cat([w._tensors()[name] for w in wide]) for name in wide[0]._tensors()}
         return Rollout(**joined, policy_version=versions.pop())
+
+
+REASONS = ("kept", "no_score", "empty", "tie", "identical", "margin")
+"""What became of a pair; all but the first say why it trains nothing, in the order in which they are looked for."""
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """Which answer is preferred. ``chosen``, ``rejected``: i64 ``[P]``, index on K. ``keep``: bool ``[P]``, False for a
-    pair without a preference (tie, identical answers, no score, empty answer). ``margin``: f32 ``[P]``, reward gap
-    ``score[chosen] - score[rejected]`` after the missing-EOS penalty, 0 where not kept. ``reason``: P entries, None for a
-    kept pair, else one of ``pairs.REASONS``; empty once the pairs have gone to the actor, which does not ask why."""
+    """Which answer is preferred, in M pairs a prompt (1, or K (K - 1) / 2 where every two answers make one).
+
+    ===========  ====  =========  ==================================================================
+    ``chosen``   i64   ``[P,M]``  the preferred answer, index on K
+    ``rejected`` i64   ``[P,M]``  the other one, index on K
+    ``margin``   f32   ``[P,M]``  reward gap ``score[chosen] - score[rejected]`` after the missing-EOS
+                                  penalty; 0 where not kept
+    ``reason``   i64   ``[P,M]``  index on ``REASONS``: 0 kept, else why the pair is left out
+    ===========  ====  =========  ==================================================================
+    """
 
     chosen: Tensor
     rejected: Tensor
-    keep: Tensor
     margin: Tensor
-    reason: tuple[str | None, ...] = ()
+    reason: Tensor
+
+    @property
+    def keep(self) -> Tensor:
+        """bool ``[P,M]``: the pairs that train."""
+        return self.reason == 0
 
     def check(self, p: int, k: int) -> Pairs:
-        _expect("Pairs", "chosen", self.chosen, torch.int64, (p,), "P")
-        _expect("Pairs", "rejected", self.rejected, torch.int64, (p,), "P")
-        _expect("Pairs", "keep", self.keep, torch.bool, (p,), "P")
-        _expect("Pairs", "margin", self.margin, torch.float32, (p,), "P")
-        both = torch.stack([self.chosen, self.rejected])
-        if p and (int(both.min()) < 0 or int(both.max()) >= k):
-            raise WorkerError(f"Pairs.chosen/rejected: indexes lie in 0..{k - 1} (K={k} answers), got {int(both.min())}..{int(both.max())}")
+        m = self.chosen.shape[1] if self.chosen.ndim == 2 else 1
+        _expect("Pairs", "chosen", self.chosen, torch.int64, (p, m), "PM")
+        _expect("Pairs", "rejected", self.rejected, torch.int64, (p, m), "PM")
+        _expect("Pairs", "margin", self.margin, torch.float32, (p, m), "PM")
+        _expect("Pairs", "reason", self.reason, torch.int64, (p, m), "PM")
+        for name, values, limit in (("chosen", self.chosen, k), ("rejected", self.rejected, k), ("reason", self.reason, len(REASONS))):
+            if values.numel() and not 0 <= int(values.min()) <= int(values.max()) < limit:
+                raise WorkerError(
+                    f"Pairs.{name}: indexes lie in 0..{limit - 1} (K={k} answers), got {int(values.min())}..{int(values.max())}"
+                )
         return self
 
     def select(self, rows: Sequence[int]) -> Pairs:
         i = torch.as_tensor(rows, dtype=torch.int64)
-        return Pairs(self.chosen[i], self.rejected[i], self.keep[i], self.margin[i])
+        return Pairs(self.chosen[i], self.rejected[i], self.margin[i], self.reason[i])
 
 
 @dataclass(frozen=True)
 class TrainBatch:
-    """All the actor needs: ``rollout``, ``pairs``, ``ref_logps`` f32 ``[P,K]``, one sum an answer."""
+    """All the actor needs: ``rollout``, ``pairs``, ``ref_logps`` f32 ``[P,K]``, one sum an answer; NaN where the loss
+    needs no reference."""
 
     rollout: Rollout
     pairs: Pairs
@@ -208,7 +252,8 @@ class StepStats:
     """What one update did, in sums and counts, never means: adding over micro-batches and ranks is then right.
 
     ``sums`` are f64 Python floats keyed by metric name; ``pairs`` is the number of kept pairs they are summed over.
-    ``grad_norm``, ``lr``, ``skipped`` belong to the whole step (equal on every rank, not added).
+    ``grad_norm``, ``lr``, ``skipped``, ``nonfinite`` belong to the whole step (equal on every rank, not added): ``skipped``,
+    nothing was updated; ``nonfinite``, because a loss or gradient was NaN or infinite.
     """
 
     sums: Mapping[str, float]
@@ -216,6 +261,7 @@ class StepStats:
     grad_norm: float = 0.0
     lr: float = 0.0
     skipped: bool = False
+    nonfinite: bool = False
 
     def mean(self, name: str) -> float:
         """Mean over kept pairs; NaN where no pair was kept."""

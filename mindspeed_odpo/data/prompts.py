@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from mindspeed_odpo.config import DataConfig
 from mindspeed_odpo.data.formats import read_rows
+from mindspeed_odpo.data.order import Order
 from mindspeed_odpo.errors import DataError
 from mindspeed_odpo.types import PromptBatch, Rollout
 
@@ -86,18 +86,13 @@ def decode_answers(tokenizer: PreTrainedTokenizerBase, rollout: Rollout) -> tupl
 
 
 class Prompts:
-    """The endless, seeded stream of prompts. It has no state: iteration n is a function of (seed, n), so a resumed run
-    sees what an unbroken one would.
+    """The endless, seeded stream of prompts, in the order of ``data/order.py``: iteration n is a function of (seed, n).
 
-    Epoch e visits every usable row once, in an order drawn from (seed, e), or in file order with ``shuffle: false``.
-    Iteration n (from 1) takes positions ``[(n-1)*B, n*B)`` of the epochs laid end to end; a batch may span two epochs.
     Rows longer than ``max_prompt_length`` tokens are left out and counted in ``notices``.
     """
 
     def __init__(self, config: DataConfig, tokenizer: PreTrainedTokenizerBase, max_prompt_length: int, batch_size: int, seed: int) -> None:
         self.tokenizer = tokenizer
-        self.batch_size = batch_size
-        self._seed, self._shuffle = seed, config.shuffle
         self.rows = read_rows(config.path, config.prompt_key)
         self.prompt_key = config.prompt_key
         self._ids = [
@@ -107,41 +102,29 @@ class Prompts:
         lengths = [len(ids) for ids in self._ids]
         if not all(lengths):
             raise DataError(f"{config.path}: row {lengths.index(0)} (from 0) renders to 0 tokens; check the tokenizer's chat template")
-        self._usable = [i for i, n in enumerate(lengths) if n <= max_prompt_length]
-        if not self._usable:
+        usable = [i for i, n in enumerate(lengths) if n <= max_prompt_length]
+        if not usable:
             raise DataError(
                 f"{config.path}: none of {len(lengths)} prompts fits: the shortest has {min(lengths)} tokens with the chat template, "
                 f"max_prompt_length is {max_prompt_length}; raise max_prompt_length or shorten the prompts"
             )
-        dropped = len(lengths) - len(self._usable)
+        dropped = len(lengths) - len(usable)
         longest = f"{config.path}: {dropped} of {len(lengths)} prompts left out: longer than max_prompt_length {max_prompt_length} "
         self.notices: tuple[str, ...] = (longest + f"(the longest has {max(lengths)} tokens)",) if dropped else ()
-        self._order: tuple[int, list[int]] = (-1, [])
+        self.order = Order(usable, batch_size, seed, config.shuffle)
 
     def __len__(self) -> int:
         """Rows that fit."""
-        return len(self._usable)
+        return len(self.order)
 
     @property
     def columns(self) -> tuple[str, ...]:
         """Every column that any row has, the prompt's too, in order of first sight."""
         return tuple(dict.fromkeys(key for row in self.rows for key in row))
 
-    def _epoch_order(self, epoch: int) -> list[int]:
-        if self._order[0] != epoch:
-            order = list(self._usable)
-            if self._shuffle:
-                random.Random(f"{self._seed}/{epoch}").shuffle(order)
-            self._order = (epoch, order)
-        return self._order[1]
-
     def batch(self, step: int) -> PromptBatch:
         """Prompts of iteration ``step`` (from 1), left-padded to the longest of them; P = batch_size."""
-        if step < 1:
-            raise ValueError(f"iterations count from 1, got {step}")
-        size = len(self._usable)
-        positions = range((step - 1) * self.batch_size, step * self.batch_size)
-        index = [self._epoch_order(p // size)[p % size] for p in positions]
+        index = self.order.rows(step)
         width = max(len(self._ids[i]) for i in index)
         ids = torch.zeros(len(index), width, dtype=torch.int64)
         mask = torch.zeros(len(index), width, dtype=torch.bool)
@@ -153,4 +136,8 @@ class Prompts:
 
     def epoch(self, step: int) -> float:
         """Passes over the data when iteration ``step`` is done."""
-        return step * self.batch_size / len(self._usable)
+        return self.order.epochs(step)
+
+    def epoch_index(self, step: int) -> int:
+        """The epoch, from 0, in which the first prompt of iteration ``step`` stands."""
+        return self.order.epoch_index(step)

@@ -22,13 +22,20 @@ from megatron.core import dist_checkpointing
 from megatron.core.optimizer import MegatronOptimizer
 from torch import nn
 
-from mindspeed_odpo.errors import DataError
+from mindspeed_odpo.config import TRACKER, ModelConfig
+from mindspeed_odpo.errors import ConfigError, DataError
 
-TRACKER = "latest_checkpointed_iteration.txt"
-
-
-def is_checkpoint(folder: Path) -> bool:
-    return (folder / TRACKER).is_file()
+# What changes the numbers but no tensor's shape, so that a load with another value would go unseen.
+_SHAPELESS = (
+    "rotary_base",
+    "rotary_interleaved",
+    "rope_scaling_factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "original_max_position_embeddings",
+    "norm_epsilon",
+    "vocab_size",
+)
 
 
 def latest_iteration(folder: Path) -> int:
@@ -55,16 +62,19 @@ def _state(model: nn.Module, optimizer: MegatronOptimizer | None, step: int, loa
     return state
 
 
-def save_checkpoint(root: Path, step: int, model: nn.Module, optimizer: MegatronOptimizer, facts: Mapping[str, Any]) -> Path:
-    """Write iteration ``step``. ``model`` is the bare GPTModel; ``facts`` (seed, data, ...) are stored with it and checked
-    on resume. Every rank calls it."""
+def save_checkpoint(
+    root: Path, step: int, model: nn.Module, optimizer: MegatronOptimizer, architecture: ModelConfig, facts: Mapping[str, Any]
+) -> Path:
+    """Write iteration ``step``. ``model`` is the bare GPTModel of ``architecture``; ``facts`` (seed, data, ...) are stored with
+    it and checked on resume. Every rank calls it."""
     final = _folder(root, step)
     partial = root / f".{final.name}.partial"
     if dist.get_rank() == 0:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     dist.barrier()
-    dist_checkpointing.save({**_state(model, optimizer, step, loading=False), "facts": dict(facts)}, str(partial))
+    told = {"facts": dict(facts), "architecture": {name: getattr(architecture, name) for name in _SHAPELESS}}
+    dist_checkpointing.save({**_state(model, optimizer, step, loading=False), **told}, str(partial))
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(final, ignore_errors=True)
@@ -76,12 +86,23 @@ def save_checkpoint(root: Path, step: int, model: nn.Module, optimizer: Megatron
     return final
 
 
-def load_checkpoint(root: Path, model: nn.Module, optimizer: MegatronOptimizer | None) -> tuple[int, Mapping[str, Any]]:
-    """Fill ``model`` (and ``optimizer``, unless None: weights only) from the latest checkpoint; its iteration and facts."""
+def load_checkpoint(
+    root: Path, model: nn.Module, optimizer: MegatronOptimizer | None, architecture: ModelConfig
+) -> tuple[int, Mapping[str, Any]]:
+    """Fill ``model`` (and ``optimizer``, unless None: weights only) from the latest checkpoint; its iteration and facts.
+
+    ConfigError where the checkpoint's model had another rope, epsilon or vocabulary: the tensors would fit all the same.
+    """
     step = latest_iteration(root)
+    common = dist_checkpointing.load_common_state_dict(str(_folder(root, step)))
+    for name, then in common.get("architecture", {}).items():
+        if getattr(architecture, name) != then:
+            raise ConfigError(
+                f"model {architecture.name}: {name} is {getattr(architecture, name)}, the checkpoint in {root} was made with {then}: "
+                "take the model yaml that it was trained with"
+            )
     state = dist_checkpointing.load(_state(model, optimizer, step, loading=True), str(_folder(root, step)))
     model.load_state_dict(state["model"])
     if optimizer is not None:
         optimizer.load_state_dict(state["optimizer"])
-    common = dist_checkpointing.load_common_state_dict(str(_folder(root, step)))
     return step, common.get("facts", {})

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,20 +13,30 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
 from mindspeed_odpo.config import LossConfig
-from mindspeed_odpo.engine.parallel import dp_size
+from mindspeed_odpo.engine.parallel import any_rank, dp_size
 from mindspeed_odpo.errors import WorkerError
-from mindspeed_odpo.loss import preference_loss
+from mindspeed_odpo.loss import preference_loss, reduced, sft_loss
 from mindspeed_odpo.types import Rollout, StepStats, TrainBatch
 
-STATS = ("loss", "logps_chosen", "logps_rejected", "ref_logps_chosen", "ref_logps_rejected", "accuracy")
+STATS = (
+    "loss",
+    "sft",
+    "logps_chosen",
+    "logps_rejected",
+    "ref_logps_chosen",
+    "ref_logps_rejected",
+    "reward_chosen",
+    "reward_rejected",
+    "accuracy",
+)
 
 
 @dataclass(frozen=True)
 class Rows:
-    """N packed sequences ``[prompt, answer, right padding]`` and the positions that predict their answers' tokens.
+    """N packed sequences ``[prompt, answer, right padding]`` and the positions that predict their answers' counted tokens.
 
     ``ids`` i64 ``[N,T]``; the last answer token is not fed, nothing follows it. ``row``, ``column``, ``target``: i64
-    ``[A]``, for every answer token of every row: it is ``target`` and is predicted at ``ids[row, column]``.
+    ``[A]``, for every answer token that counts of every row: it is ``target`` and is predicted at ``ids[row, column]``.
     Padding stands on the right alone, so a causal mask is all the attention needs and positions count from 0: the
     numbers cannot depend on how wide a batch was padded.
 
@@ -57,7 +68,7 @@ def pack_rows(rollout: Rollout, prompt: Tensor, answer: Tensor) -> Rows:
     source = torch.arange(width)[None] + pad_left[:, None]
     packed = ids.gather(1, source.clamp(max=ids.shape[1] - 1))
     real = torch.arange(width)[None] < (prompt_len + answer_len)[:, None]
-    row, offset = r_mask.nonzero(as_tuple=True)
+    row, offset = rollout.counted[prompt, answer].nonzero(as_tuple=True)
     return Rows(
         ids=packed.masked_fill(~real, 0),
         row=row,
@@ -86,14 +97,15 @@ def answer_logps(model: nn.Module, rollout: Rollout, micro_batch_size: int, devi
 
 
 def _micro_batches(batch: TrainBatch, micro_batch_size: int) -> list[Tensor]:
-    """Indexes on P of the kept pairs, in pieces of ``micro_batch_size`` pairs. A rank without a kept pair still takes
-    part in the gradient reduction: it runs its first pair with weight 0."""
-    kept = batch.pairs.keep.nonzero().squeeze(1)
+    """The kept pairs as (prompt, pair), i64 ``[n,2]``, in pieces of ``micro_batch_size`` pairs. A rank without a kept pair
+    still takes part in the gradient reduction: it runs its first pair with weight 0."""
+    kept = batch.pairs.keep.nonzero()
     if len(kept) == 0:
-        return [torch.zeros(1, dtype=torch.int64)]
-    # Pairs of like length together: less padding. The order of a sum over pairs does not matter.
+        return [torch.zeros(1, 2, dtype=torch.int64)]
+    # Prompts of like length together: less padding. The order of a sum over pairs does not matter. Pairs of one prompt stay
+    # side by side, and an answer that stands in several of them is run once.
     total = batch.rollout.prompt_mask.sum(1) + batch.rollout.lengths().amax(1)
-    kept = kept[torch.argsort(total[kept], stable=True)]
+    kept = kept[torch.argsort(total[kept[:, 0]], stable=True)]
     return list(kept.split(micro_batch_size))
 
 
@@ -105,16 +117,22 @@ def train_step(
     global_pairs: int,
     micro_batch_size: int,
     loss: LossConfig,
+    beta: float,
     lr: float,
     device: torch.device,
+    nonfinite: str = "stop",
 ) -> StepStats:
     """One optimizer step on this rank's share of an iteration.
 
     ``global_pairs``: kept pairs of the whole iteration, over all data-parallel ranks; the loss is their mean, so that the
-    result is the same for every split. ``micro_batch_size`` counts pairs (two sequences each). With no kept pair at all
-    nothing is updated (momentum and weight decay would move the weights without evidence) and ``skipped`` is True.
+    result is the same for every split. ``micro_batch_size`` counts pairs (two sequences each). ``beta``: of this iteration.
+    With no kept pair at all nothing is updated (momentum and weight decay would move the weights without evidence) and
+    ``skipped`` is True. A loss or gradient that is not finite on any rank never reaches the weights: WorkerError on every
+    rank, or with ``nonfinite`` "skip" an update left out, ``skipped`` and ``nonfinite`` True.
     """
     batch.check()
+    rollout = batch.rollout
+    num_answers, lengths = rollout.num_answers, rollout.counted_lengths()
     if global_pairs == 0:
         return StepStats(sums=dict.fromkeys(STATS, 0.0), pairs=0, lr=lr, skipped=True)
     pieces = _micro_batches(batch, micro_batch_size)
@@ -123,26 +141,30 @@ def train_step(
     scale = len(pieces) * dp_size() / global_pairs
 
     def forward(pending: Iterator[Tensor], gpt: nn.Module) -> tuple[Tensor, Any]:
-        some = next(pending)
-        pairs = batch.pairs.select(some.tolist())
-        rows = pack_rows(batch.rollout, some.repeat_interleave(2), torch.stack([pairs.chosen, pairs.rejected], 1).flatten())
-        ref = batch.ref_logps[some].gather(1, torch.stack([pairs.chosen, pairs.rejected], 1)).to(device)
-        weight = pairs.keep.to(device, torch.float32)
+        prompt, which = next(pending).unbind(1)
+        answers = torch.stack([batch.pairs.chosen[prompt, which], batch.pairs.rejected[prompt, which]])  # [2,n]
+        used, back = torch.unique(prompt * num_answers + answers, return_inverse=True)
+        rows = pack_rows(rollout, used // num_answers, used % num_answers)
+        ref, tokens = batch.ref_logps[prompt, answers].to(device), lengths[prompt, answers].to(device)
+        weight, back = batch.pairs.keep[prompt, which].to(device, torch.float32), back.to(device)
 
         def loss_func(token_logps: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             rows_on_device = Rows(rows.ids, rows.row.to(device), rows.column, rows.target)
-            chosen, rejected = rows_on_device.sums(token_logps).view(-1, 2).unbind(1)
+            policy = rows_on_device.sums(token_logps)[back]
+            logps, ref_logps = (reduced(sums, tokens, loss.reduction, loss.padded_length) for sums in (policy, ref))
+            sft = sft_loss(policy[0], tokens[0])
             each = preference_loss(
-                chosen,
-                rejected,
-                ref[:, 0],
-                ref[:, 1],
+                *logps,
+                *ref_logps,
                 loss_type=loss.loss_type,
-                beta=loss.beta,
+                beta=beta,
                 label_smoothing=loss.label_smoothing,
+                gamma_beta_ratio=loss.gamma_beta_ratio,
             )
-            right = (chosen - ref[:, 0]) > (rejected - ref[:, 1])
-            columns = (each, chosen, rejected, ref[:, 0], ref[:, 1], right.float())
+            if loss.sft_weight:
+                each = each + loss.sft_weight * sft
+            reward = beta * (logps - ref_logps if loss.needs_reference else logps)
+            columns = (each, sft, *policy, *ref, *reward, (reward[0] > reward[1]).float())
             sums = {name: (value.detach() * weight).sum() for name, value in zip(STATS, columns, strict=True)}
             return (each * weight).sum() * scale, sums
 
@@ -160,18 +182,17 @@ def train_step(
         forward_only=False,
     )
     sums = {name: sum(float(part[name]) for part in parts) for name in STATS}
-    kept = int(batch.pairs.keep.sum())
-    stats = StepStats(sums=sums, pairs=kept)
-    _finite("loss", sums["loss"], stats)
+    stats = StepStats(sums=sums, pairs=int(batch.pairs.keep.sum()), lr=lr)
     # Before the step: with bf16 Megatron has no loss scaler that would look, and a NaN would enter the weights.
-    _finite("the sum of all gradients", sum(float(buffer.grad_data.sum()) for buffer in model.buffers), stats)
-    _, grad_norm, _ = optimizer.step()
-    return StepStats(sums=sums, pairs=kept, grad_norm=float(grad_norm), lr=lr)
-
-
-def _finite(name: str, value: float, stats: StepStats) -> None:
-    if value != value or value in (float("inf"), float("-inf")):
+    grads = sum(float(buffer.grad_data.sum()) for buffer in model.buffers)
+    bad = not (math.isfinite(sums["loss"]) and math.isfinite(grads))
+    if any_rank(bad, device):  # all ranks stop, or all skip: one alone would leave the others waiting in the optimizer
+        if nonfinite == "skip":
+            return replace(stats, skipped=True, nonfinite=True)
+        found = f"loss {sums['loss']}, sum of all gradients {grads} over {stats.pairs} pairs (sums {sums})"
         raise WorkerError(
-            f"{name} is {value} over {stats.pairs} pairs (sums {dict(stats.sums)}); nothing was updated: "
-            "resume from the last checkpoint with a smaller lr or dpo_beta"
+            f"{found if bad else 'a loss or gradient on another rank is not finite'}; nothing was updated: resume from the last "
+            "checkpoint with a smaller lr or dpo_beta, or set on_nonfinite: skip"
         )
+    _, grad_norm, _ = optimizer.step()
+    return replace(stats, grad_norm=float(grad_norm))

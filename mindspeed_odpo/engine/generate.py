@@ -50,9 +50,10 @@ def weight_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def rope_tables(model: ModelConfig, length: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
-    """cos and sin ``[length, kv_channels]`` of positions 0.. ``length - 1``; the first half of sin is negated.
+    """cos and sin ``[length, kv_channels]`` of positions 0.. ``length - 1``; sin is negated for the first channel of a pair.
 
-    With the sign in the table, a rotation is ``x * cos + x.roll(d / 2) * sin``: no halves to cut, negate and join.
+    With the sign in the table, a rotation is ``x * cos + swapped(x) * sin`` with the channels of each pair swapped, nothing
+    to negate: by ``x.roll(d / 2)`` where pairs are halves, neighbour by neighbour with ``rotary_interleaved``.
     With ``rope_scaling_factor`` (Llama 3): waves longer than ``original / low_freq_factor`` are slowed by the factor,
     waves shorter than ``original / high_freq_factor`` are not, and those between move linearly in frequency.
     """
@@ -64,6 +65,8 @@ def rope_tables(model: ModelConfig, length: int, dtype: torch.dtype, device: tor
         turns = turns * kept + turns * (1 - kept) / model.rope_scaling_factor
     angles = torch.outer(torch.arange(length, dtype=torch.float32, device=device), turns)
     cos, sin = angles.cos(), angles.sin()
+    if model.rotary_interleaved:
+        return cos.repeat_interleave(2, 1).to(dtype), torch.stack([-sin, sin], -1).flatten(1).to(dtype)
     return torch.cat([cos, cos], 1).to(dtype), torch.cat([-sin, sin], 1).to(dtype)
 
 
@@ -294,7 +297,7 @@ class Decoder:
         for i, (norm1, qkv, bias, proj, norm2, fc1, fc2) in enumerate(self._layers):
             h = F.linear(self._norm(x, norm1), qkv, bias).view(p, t, groups, share + 2, d)
             qk, v = h[..., : share + 1, :], h[..., share + 1, :].transpose(1, 2)
-            qk = torch.addcmul(qk * cos, qk.roll(d // 2, -1), sin)
+            qk = self._rotate(qk, cos, sin)
             q, k = qk[..., :share, :].flatten(2, 3).transpose(1, 2), qk[..., share, :].transpose(1, 2)
             for cache, new in zip(kv[i], (k, v), strict=True):
                 cache.unflatten(0, (p, copies))[..., :t, :] = new[:, None]
@@ -317,7 +320,7 @@ class Decoder:
         for i, (norm1, qkv, qkv_bias, proj, norm2, fc1, fc2) in enumerate(self._layers):
             h = F.linear(self._norm(x, norm1), qkv, qkv_bias).view(n, groups, share + 2, d)
             qk = h[:, :, : share + 1]
-            qk = torch.addcmul(qk * cos, qk.roll(d // 2, -1), sin)
+            qk = self._rotate(qk, cos, sin)
             new_k, new_v = new[i].unbind(0)
             new_k.copy_(qk[:, :, share])
             new_v.copy_(h[:, :, share + 1])
@@ -327,6 +330,12 @@ class Decoder:
             x = x + F.linear(a.flatten(1), proj)
             x = x + self._mlp(self._norm(x, norm2), fc1, fc2)
         return self._logits(x)
+
+    def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """``x [..., kv_channels]`` turned by its position's row of :func:`rope_tables`."""
+        d = self.model.kv_channels
+        swapped = x.unflatten(-1, (d // 2, 2)).flip(-1).flatten(-2) if self.model.rotary_interleaved else x.roll(d // 2, -1)
+        return torch.addcmul(x * cos, swapped, sin)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, (self.model.hidden_size,), weight, self.model.norm_epsilon)

@@ -44,6 +44,7 @@ def transformer_config(
         "num_attention_heads": model.num_attention_heads,
         "num_query_groups": model.num_query_groups,
         "kv_channels": model.kv_channels,
+        "rotary_interleaved": model.rotary_interleaved,
         "layernorm_epsilon": model.norm_epsilon,
         "add_qkv_bias": model.add_qkv_bias,
         "add_bias_linear": False,
@@ -206,11 +207,12 @@ class PolicyModel(GPTModel):
         return F.linear(hidden.to(weight.dtype), weight).float()
 
     def _rope(self, position_ids: Tensor) -> Tensor:
-        """Angles ``[T,N or 1,1,kv_channels]`` for positions ``[N,T]``."""
+        """Angles ``[T,N or 1,1,kv_channels]`` for positions ``[N,T]``; both channels of a pair hold the same angle."""
         if position_ids.stride(0) == 0:
             position_ids = position_ids[:1]  # one row expanded: one table for all rows
         angles = position_ids.t().unsqueeze(-1).float() * self.rotary_pos_emb.inv_freq
-        return torch.cat([angles, angles], dim=-1).unsqueeze(2)
+        both = angles.repeat_interleave(2, -1) if self.config.rotary_interleaved else torch.cat([angles, angles], -1)
+        return both.unsqueeze(2)
 
     def forward(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from megatron.core.transformer.module import Float16Module
 from torch import nn
 
 from mindspeed_odpo.config import OptimizerConfig
+from mindspeed_odpo.errors import ConfigError
 
 
 def wrap_for_training(model: nn.Module, bf16: bool) -> DistributedDataParallel:
@@ -42,15 +44,31 @@ def make_optimizer(model: DistributedDataParallel, config: OptimizerConfig, bf16
     return get_megatron_optimizer(settings, [model], use_gloo_process_groups=False)
 
 
+class _MiniMindScheduler(OptimizerParamScheduler):
+    """``lr / 10 + lr / 2 * (1 + cos(pi * step / total))``, step counted from 0: 1.1 lr at the first update, 0.1 lr from ``total``
+    on (``get_lr`` of MiniMind's notebooks and training scripts). Without warm-up and without a smallest rate of its own."""
+
+    def get_lr(self, param_group: dict[str, Any]) -> float:
+        part = min(max(self.num_steps - 1, 0) / self.lr_decay_steps, 1.0)
+        return float(param_group.get("max_lr", self.max_lr)) * (0.1 + 0.5 * (1 + math.cos(math.pi * part)))
+
+
 class Schedule:
-    """Learning rate of iteration n (1-based), by Megatron's scheduler counted in iterations.
+    """Learning rate of iteration n (1-based), by Megatron's scheduler counted in iterations; styles ``constant``, ``linear``
+    and ``cosine`` are its own, ``minimind`` is a subclass.
 
     Megatron sets the rate after the update, so that its first update of a warm-up runs at 0; here the rate is set
     before the update: iteration n of a warm-up of W runs at ``lr * n / W``.
     """
 
     def __init__(self, optimizer: MegatronOptimizer, config: OptimizerConfig, train_iters: int) -> None:
-        self._scheduler = OptimizerParamScheduler(
+        minimind = config.lr_decay_style == "minimind"
+        if minimind and (config.lr_warmup_iters or config.min_lr):
+            raise ConfigError(
+                f"lr_decay_style: minimind has neither warm-up nor min_lr, got lr_warmup_iters {config.lr_warmup_iters} and min_lr "
+                f"{config.min_lr:g}: set both to 0, or take lr_decay_style: cosine"
+            )
+        self._scheduler = (_MiniMindScheduler if minimind else OptimizerParamScheduler)(
             optimizer,
             init_lr=0.0,
             max_lr=config.lr,

@@ -93,6 +93,13 @@ def dp_group() -> dist.ProcessGroup:
     return parallel_state.get_data_parallel_group()
 
 
+def any_rank(flag: bool, device: torch.device) -> bool:
+    """Whether ``flag`` is True on any data-parallel rank. Every rank calls it."""
+    found = torch.tensor(float(flag), device=device)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=dp_group())
+    return bool(found)
+
+
 def destroy() -> None:
     """Leave the group. Another ``init_parallel`` may follow in the same process."""
     parallel_state.destroy_model_parallel()

@@ -110,10 +110,11 @@ def _llama3_scaling(rope: Mapping[str, Any]) -> dict[str, Any]:
 def check_model_config(folder: Path, model: ModelConfig) -> None:
     """ConfigError naming every key where ``model`` (the yaml) differs from the folder's config.json.
 
-    ``padded_vocab_size`` is ours to choose, and ``max_position_embeddings`` may be smaller than the folder's.
+    ``padded_vocab_size`` and ``rotary_interleaved`` are ours to choose (``hf/weights.py`` moves the rows), and
+    ``max_position_embeddings`` may be smaller than the folder's.
     """
     found = read_model_config(folder, model.name)
-    free = {"name", "padded_vocab_size"}
+    free = {"name", "padded_vocab_size", "rotary_interleaved"}
     if model.rope_scaling_factor is None and found.rope_scaling_factor is None:
         free |= {"low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
     if model.max_position_embeddings <= found.max_position_embeddings:

@@ -1,7 +1,9 @@
 """Hugging Face weights to Megatron's and back.
 
 Megatron keeps query, key and value of one layer in one matrix, group by group: for two groups of two heads each its rows
-are ``q0 q1 k0 v0 q2 q3 k1 v1``. It keeps gate and up projection in one matrix too, gate first. Both are pure moves of rows:
+are ``q0 q1 k0 v0 q2 q3 k1 v1``. It keeps gate and up projection in one matrix too, gate first. Hugging Face's rope turns row i
+of a head together with row ``i + d/2``; for a model with ``rotary_interleaved`` the rows of every query and key head are
+moved so that these two become neighbours, 2i and ``2i + 1``: another order of the same sums. All are pure moves of rows:
 there and back gives every bit again.
 """
 
@@ -24,11 +26,12 @@ from mindspeed_odpo.hf.config import read_json
 
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 HF_EMBEDDING, HF_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+VALUE_HEAD, HF_VALUE_HEAD = "value_head.weight", "score.weight"
+"""A reward model's head ``[1,H]``, in place of the language head."""
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9
 
-_COPIED = (
-    "generation_config.json",
+_TOKENIZER = (
     "tokenizer*",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -37,10 +40,10 @@ _COPIED = (
     "*.model",
     "*chat_template*",
 )
-"""What a folder needs beside config and weights: glob patterns."""
+"""Files of a tokenizer and its chat template: glob patterns."""
 
 
-def _mapping(model: ModelConfig) -> dict[str, tuple[str, ...]]:
+def _mapping(model: ModelConfig, value_head: bool = False) -> dict[str, tuple[str, ...]]:
     """Megatron's name -> the Hugging Face tensors that it is made of, for the whole model, in file order."""
     table: dict[str, tuple[str, ...]] = {EMBEDDING: (HF_EMBEDDING,)}
     for i in range(model.num_layers):
@@ -54,7 +57,9 @@ def _mapping(model: ModelConfig) -> dict[str, tuple[str, ...]]:
         table[ours + "mlp.linear_fc1.weight"] = (theirs + "mlp.gate_proj.weight", theirs + "mlp.up_proj.weight")
         table[ours + "mlp.linear_fc2.weight"] = (theirs + "mlp.down_proj.weight",)
     table["decoder.final_layernorm.weight"] = ("model.norm.weight",)
-    if model.untie_embeddings_and_output_weights:
+    if value_head:
+        table[VALUE_HEAD] = (HF_VALUE_HEAD,)
+    elif model.untie_embeddings_and_output_weights:
         table[HEAD] = (HF_HEAD,)
     return table
 
@@ -64,6 +69,8 @@ def _hf_shape(name: str, model: ModelConfig) -> tuple[int, ...]:
     h, f = model.hidden_size, model.ffn_hidden_size
     if name in (HF_EMBEDDING, HF_HEAD):
         return (model.vocab_size, h)
+    if name == HF_VALUE_HEAD:
+        return (1, h)
     rows = {"q_proj": query, "k_proj": kv, "v_proj": kv, "o_proj": h, "gate_proj": f, "up_proj": f, "down_proj": h}
     columns = {"o_proj": query, "down_proj": f}
     part, kind = name.split(".")[-2:]
@@ -77,8 +84,20 @@ def _group_widths(model: ModelConfig) -> list[int]:
     return [model.num_attention_heads // model.num_query_groups * model.kv_channels, model.kv_channels, model.kv_channels]
 
 
+def _to_neighbours(rows: Tensor, model: ModelConfig) -> Tensor:
+    """Rows of whole heads: 0 1 2 3 4 5 of a head of 6 become 0 3 1 4 2 5."""
+    return rows.unflatten(0, (-1, 2, model.kv_channels // 2)).transpose(1, 2).flatten(0, 2)
+
+
+def _to_halves(rows: Tensor, model: ModelConfig) -> Tensor:
+    """The inverse: 0 3 1 4 2 5 become 0 1 2 3 4 5."""
+    return rows.unflatten(0, (-1, model.kv_channels // 2, 2)).transpose(1, 2).flatten(0, 2)
+
+
 def _join(name: str, parts: list[Tensor], model: ModelConfig) -> Tensor:
     if ".linear_qkv." in name:
+        if model.rotary_interleaved:
+            parts = [*(_to_neighbours(part, model) for part in parts[:2]), parts[2]]
         groups = [
             part.view(model.num_query_groups, width, *part.shape[1:]) for part, width in zip(parts, _group_widths(model), strict=True)
         ]
@@ -95,7 +114,10 @@ def _split(name: str, tensor: Tensor, parts: tuple[str, ...], model: ModelConfig
         raise DataError(f"weight {name}: expected shape {[rows, *_hf_shape(parts[0], model)[1:]]}, got {list(tensor.shape)}")
     if ".linear_qkv." in name:
         grouped = tensor.unflatten(0, (model.num_query_groups, -1))
-        return [part.flatten(0, 1) for part in grouped.split(_group_widths(model), dim=1)]
+        query, key, value = (part.flatten(0, 1) for part in grouped.split(_group_widths(model), dim=1))
+        if model.rotary_interleaved:
+            query, key = _to_halves(query, model), _to_halves(key, model)
+        return [query, key, value]
     if name in (EMBEDDING, HEAD):
         return [tensor[: model.vocab_size]]
     return list(tensor.chunk(2)) if ".linear_fc1." in name else [tensor]
@@ -130,13 +152,14 @@ class _Folder:
         return self._open[file].get_tensor(name)
 
 
-def hf_to_megatron(folder: Path, model: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+def hf_to_megatron(folder: Path, model: ModelConfig, value_head: bool = False) -> Iterator[tuple[str, Tensor]]:
     """The folder's weights in Megatron's names and layout, one at a time, in the dtype of the file.
 
-    Rows of a padded vocabulary are zeros. DataError naming the tensor that is missing, has no place in the model or has
+    ``value_head``: of a sequence classifier with one label, which has ``score.weight`` and no language head. Rows of a padded
+    vocabulary are zeros. DataError naming the tensor that is missing, has no place in the model or has
     another shape. A tied model's folder may hold the head a second time, but then with the embedding's values.
     """
-    table = _mapping(model)
+    table = _mapping(model, value_head)
     source = _Folder(folder)
     wanted = {name for parts in table.values() for name in parts}
     missing, extra = sorted(wanted - source.names()), sorted(source.names() - wanted)
@@ -144,6 +167,7 @@ def hf_to_megatron(folder: Path, model: ModelConfig) -> Iterator[tuple[str, Tens
     if missing:
         raise DataError(
             f"{folder} has no tensor {missing[0]} ({len(missing)} missing): it is not a whole {model.num_layers}-layer model {model.name}"
+            + (" with a value head" if value_head else "")
         )
     if not model.untie_embeddings_and_output_weights and HF_HEAD in extra:
         if not torch.equal(source.tensor(HF_HEAD), source.tensor(HF_EMBEDDING)):
@@ -180,6 +204,13 @@ def megatron_to_hf(items: Iterable[tuple[str, Tensor]], model: ModelConfig) -> I
         yield from zip(table[name], _split(name, tensor, table[name], model), strict=True)
     if missing:
         raise DataError(f"{len(missing)} weights of model {model.name} did not come, the first is {min(missing)}")
+
+
+def copy_tokenizer(source: Path, out: Path) -> None:
+    """Copy the files of the tokenizer and its chat template from one folder to another."""
+    for path in sorted({path for pattern in _TOKENIZER for path in source.glob(pattern)}):
+        if path.is_file():
+            shutil.copyfile(path, out / path.name)
 
 
 def _write_shards(folder: Path, items: Iterable[tuple[str, Tensor]], dtype: torch.dtype, shard_bytes: int) -> None:
@@ -237,9 +268,9 @@ def export_folder(
         shutil.rmtree(folder, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
-        for path in sorted({path for pattern in _COPIED for path in source.glob(pattern)}):
-            if path.is_file():
-                shutil.copyfile(path, partial / path.name)
+        copy_tokenizer(source, partial)
+        if (source / "generation_config.json").is_file():
+            shutil.copyfile(source / "generation_config.json", partial / "generation_config.json")
         (partial / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
         _write_shards(partial, megatron_to_hf(items, model), dtype, shard_bytes)
     except BaseException:

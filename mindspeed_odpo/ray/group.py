@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -60,7 +61,7 @@ def _gather(what: str, parts: list[Any]) -> Any:
         return torch.cat(parts)
     if isinstance(first, StepStats):
         sums = {name: sum(part.sums[name] for part in parts) for name in first.sums}
-        return StepStats(sums, sum(part.pairs for part in parts), first.grad_norm, first.lr, first.skipped)
+        return replace(first, sums=sums, pairs=sum(part.pairs for part in parts))
     if any(part != first for part in parts):
         raise WorkerError(f"{what}: ranks disagree: {parts}")
     return first
@@ -122,8 +123,8 @@ class _ActorCalls:
     def start(self) -> Pending:
         return self.group.call("actor", "start")
 
-    def update(self, batch: TrainBatch, step: int) -> Pending:
-        return self.group.call("actor", "update", batch, step=step, global_pairs=int(batch.pairs.keep.sum()))
+    def update(self, batch: TrainBatch, step: int, beta: float) -> Pending:
+        return self.group.call("actor", "update", batch, step=step, beta=beta, global_pairs=int(batch.pairs.keep.sum()))
 
     def save(self, step: int) -> Pending:
         return self.group.call("actor", "save", step)
@@ -152,6 +153,13 @@ class _ReferenceCalls:
         return self.group.call("reference", "logps", rollout)
 
 
+class _NoReference:
+    """Stands in where the loss needs no reference: no model is loaded, no forward is run."""
+
+    def logps(self, rollout: Rollout) -> Tensor:
+        return torch.full(rollout.finished.shape, float("nan"))
+
+
 class _RewardCalls:
     def __init__(self, group: RankGroup) -> None:
         self.group = group
@@ -161,34 +169,39 @@ class _RewardCalls:
 
 
 class Roles:
-    """The four roles and the weight sync, as the training loop sees them."""
+    """The roles of a run and the weight sync, as the training loop sees them. ``names``: the roles to start, by default
+    all that the config's stage and loss need; the others are not there to be called."""
 
-    def __init__(self, config: Config) -> None:
-        one = config.placement == "colocate"
-        train, infer = config.actor.parallel, config.rollout.parallel
-        if one:
-            shared = RankGroup(config, ("actor", "rollout", "reference", "reward"), train)
-            self.groups = [shared]
-            by_role = dict.fromkeys(("actor", "rollout", "reference", "reward"), shared)
+    actor: _ActorCalls
+    rollout: _RolloutCalls
+    reference: _ReferenceCalls | _NoReference
+    reward: _RewardCalls
+
+    def __init__(self, config: Config, names: Sequence[str] | None = None) -> None:
+        names = config.roles if names is None else tuple(names)
+        self._colocated = config.placement == "colocate"
+        if self._colocated:
+            self.groups = [RankGroup(config, names, config.actor.parallel)]
+            by_role = dict.fromkeys(names, self.groups[0])
         else:
-            sizes = {"actor": train, "rollout": infer, "reference": config.reference.parallel, "reward": config.reward.parallel}
-            by_role = {role: RankGroup(config, (role,), parallel) for role, parallel in sizes.items()}
+            by_role = {name: RankGroup(config, (name,), config.parallel(name)) for name in names}
             self.groups = list(by_role.values())
+        self._by_role = by_role
         wait(*[group.setup() for group in self.groups])
-        self._colocated = one
-        self._actor, self._rollout = by_role["actor"], by_role["rollout"]
-        self.actor = _ActorCalls(by_role["actor"])
-        self.rollout = _RolloutCalls(by_role["rollout"])
-        self.reference = _ReferenceCalls(by_role["reference"])
-        self.reward = _RewardCalls(by_role["reward"])
+        calls = {"actor": _ActorCalls, "rollout": _RolloutCalls, "reference": _ReferenceCalls, "reward": _RewardCalls}
+        if "reference" not in names:
+            self.reference = _NoReference()
+        for name, group in by_role.items():
+            setattr(self, name, calls[name](group))
 
     def sync_weights(self, version: int) -> None:
         """The rollout takes over the actor's weights, as ``version``. Every rank confirms it."""
         if self._colocated:
-            loaded = self._actor.all("hand_over_weights", version).result()
+            loaded = self._by_role["actor"].all("hand_over_weights", version).result()
         else:
-            stored = self._actor.all("push_weights", ranks=self._actor.ranks[:1]).parts()[0]
-            loaded = self._rollout.all("pull_weights", version, stored).result()
+            actor, rollout = self._by_role["actor"], self._by_role["rollout"]
+            stored = actor.all("push_weights", ranks=actor.ranks[:1]).parts()[0]
+            loaded = rollout.all("pull_weights", version, stored).result()
         if loaded != version:
             raise WorkerError(f"weight sync: asked for version {version}, the rollout says {loaded}")
 

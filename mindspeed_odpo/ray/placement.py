@@ -22,13 +22,8 @@ RESOURCE = {"npu": "NPU", "cuda": "GPU", "cpu": "CPU"}
 def ranks_needed(config: Config) -> dict[str, int]:
     """Ranks of each group of processes."""
     if config.placement == "colocate":
-        return {"actor+rollout+reference+reward": config.actor.parallel.world_size}
-    return {
-        "actor": config.actor.parallel.world_size,
-        "rollout": config.rollout.parallel.world_size,
-        "reference": config.reference.parallel.world_size,
-        "reward": config.reward.parallel.world_size,
-    }
+        return {"+".join(config.roles): config.actor.parallel.world_size}
+    return {role: config.parallel(role).world_size for role in config.roles}
 
 
 def ranks_at_once(config: Config) -> int:
@@ -36,7 +31,7 @@ def ranks_at_once(config: Config) -> int:
     needed = ranks_needed(config)
     if config.placement == "colocate":
         return sum(needed.values())
-    return max(needed["actor"], needed["rollout"], needed["reference"] + needed["reward"])
+    return max(needed["actor"], needed.get("rollout", 0), needed.get("reference", 0) + needed.get("reward", 0))
 
 
 def cores() -> int:
@@ -61,10 +56,10 @@ def threads(config: Config, role: str) -> int:
     if config.placement == "colocate":
         busy = config.actor.parallel.world_size
     elif role in ("reference", "reward"):
-        busy = needed["reference"] + (0 if config.reward.functions else needed["reward"])
+        busy = needed.get("reference", 0) + (needed["reward"] if config.reward.load and "reward" in needed else 0)
     else:
         busy = needed[role]
-    return max(1, cores() // busy)
+    return max(1, cores() // max(1, busy))
 
 
 def check_devices(config: Config, available: float, kind: str) -> None:

@@ -17,8 +17,11 @@ from mindspeed_odpo import device
 from mindspeed_odpo.config import Config, ParallelConfig
 from mindspeed_odpo.errors import OdpoError
 
-# Roles that need Megatron's process groups; the other two are single-process models that split by prompts alone.
-MEGATRON_ROLES = ("actor", "reference")
+
+def needs_group(config: Config, role: str) -> bool:
+    """Whether the role's model needs Megatron's process groups; the other ones are single-process models that split by
+    prompts alone."""
+    return role in ("actor", "reference") or (role == "reward" and config.reward.engine == "megatron")
 
 
 class RankWorker:
@@ -48,11 +51,11 @@ class RankWorker:
         from mindspeed_odpo.hosts.standalone import Host
 
         host = Host(self.config)
-        self.in_group = any(name in MEGATRON_ROLES for name in self.names)
+        self.in_group = any(needs_group(self.config, name) for name in self.names)
         if self.in_group:
             host.init(parallel, self.rank, address, port)
         for name in self.names:
-            self.roles[name] = _role_class(name)(self.config, host)
+            self.roles[name] = _role_class(self.config, name)(self.config, host)
 
     def call(self, role: str, method: str, *args: Any, **kwargs: Any) -> Any:
         return getattr(self.roles[role], method)(*args, **kwargs)
@@ -81,10 +84,11 @@ class RankWorker:
             destroy()
 
 
-def _role_class(name: str) -> type:
-    from mindspeed_odpo.roles import actor, reference, reward, rollout
+def _role_class(config: Config, name: str) -> type:
+    from mindspeed_odpo.roles import actor, reference, replay, reward, rollout
 
-    return {"actor": actor.Actor, "reference": reference.Reference, "rollout": rollout.RolloutEngine, "reward": reward.Reward}[name]
+    engine = {"megatron": rollout.RolloutEngine, "replay": replay.ReplayEngine}[config.rollout.engine]
+    return {"actor": actor.Actor, "reference": reference.Reference, "rollout": engine, "reward": reward.Reward}[name]
 
 
 def _flatten(bucket: Sequence[tuple[str, Tensor]]) -> tuple[list[tuple[str, str, tuple[int, ...]]], np.ndarray]:

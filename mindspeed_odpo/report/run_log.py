@@ -5,7 +5,8 @@
                        not finite is null
 ``completions.jsonl``  one object a prompt: ``step``, ``policy_version``, ``prompt`` (as in the data), ``prompt_index``,
                        ``answers``, ``answer_ids`` (with the EOS), ``finished``, ``scores`` (raw, null: none), ``chosen``,
-                       ``rejected``, ``kept``, ``reason`` (why not kept, or null): enough to replay the run
+                       ``rejected``, ``kept``, ``reason`` (why not kept, or null; lists where a prompt makes several
+                       pairs): ``rollout_engine: replay`` takes the file as it is
 ``tensorboard/``       the metrics as scalars
 ``train.log``          the log lines and the summary; resumed runs append
 =====================  ==================================================================================
@@ -24,7 +25,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -33,10 +33,11 @@ from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
 from mindspeed_odpo.config import Config
+from mindspeed_odpo.data.preferences import Preferences
 from mindspeed_odpo.data.prompts import Prompts, decode_answers
 from mindspeed_odpo.errors import DataError, WorkerError
 from mindspeed_odpo.metrics import log_line, step_metrics
-from mindspeed_odpo.types import Pairs, PromptBatch, Rollout, StepStats
+from mindspeed_odpo.types import REASONS, Pairs, PromptBatch, Rollout, StepStats
 
 METRICS, COMPLETIONS, LOG, TENSORBOARD = "metrics.jsonl", "completions.jsonl", "train.log", "tensorboard"
 WINDOW = 6
@@ -69,16 +70,18 @@ class RunLog:
                     batch = prompts.batch(step)
                     with timed("rollout"):
                         ...
-                log.record(rollout, scores, pairs, stats)
+                log.record(rollout, scores, pairs, stats, beta)
             log.summary(...)
 
     ``first_step`` is the number of iterations that are done already. On resume, lines of later iterations, which a
     former run wrote after its last checkpoint, are cut off. On a terminal there is a progress bar; otherwise the log
-    line goes to stdout. ``train.log`` gets it in both cases.
+    line goes to stdout. ``train.log`` gets it in both cases. With ``Preferences`` for prompts the answers lie in the data
+    already: completions.jsonl is not written, and what is shown are numbers of pairs, not of scores.
     """
 
-    def __init__(self, config: Config, first_step: int, prompts: Prompts) -> None:
+    def __init__(self, config: Config, first_step: int, prompts: Prompts | Preferences) -> None:
         self._config, self._first, self._prompts = config, first_step, prompts
+        self._online = isinstance(prompts, Prompts)
         self.run_dir = config.run_dir
         self._step = first_step
         self._timings: dict[str, float] = {}
@@ -95,7 +98,8 @@ class RunLog:
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self._history = _cut_after(self.run_dir / METRICS, self._first)
         _cut_after(self.run_dir / COMPLETIONS, self._first)
-        self._files = {name: (self.run_dir / name).open("a", encoding="utf-8", newline="\n") for name in (METRICS, COMPLETIONS, LOG)}
+        names = (METRICS, COMPLETIONS, LOG) if self._online else (METRICS, LOG)
+        self._files = {name: (self.run_dir / name).open("a", encoding="utf-8", newline="\n") for name in names}
         self._board = SummaryWriter(str(self.run_dir / TENSORBOARD), purge_step=self._first + 1)
         self._progress, self._task = None, None
         if sys.stdout.isatty() and sys.stderr.isatty():
@@ -140,17 +144,15 @@ class RunLog:
         yield timed
         self._timings["all"] = time.perf_counter() - start
 
-    def record(self, rollout: Rollout, scores: Tensor, pairs: Pairs, stats: StepStats) -> dict[str, float]:
+    def record(self, rollout: Rollout, scores: Tensor, pairs: Pairs, stats: StepStats, beta: float) -> dict[str, float]:
         """Write and show the iteration that ``step`` has timed; ``scores`` f32 ``[P,K]``, raw. Returns its metrics."""
         step, now = self._step, datetime.now()
-        batch = self._prompts.batch(step)
-        if not torch.equal(batch.index, rollout.prompt_index):
-            answered, wanted = rollout.prompt_index.tolist()[:8], batch.index.tolist()[:8]
-            raise WorkerError(f"iteration {step}: the rollout answered the prompts {answered} of the data, its batch has {wanted}")
-        metrics = step_metrics(
-            stats, rollout, pairs, scores, self._timings, beta=self._config.actor.loss.beta, epoch=self._prompts.epoch(step)
-        )
-        self._write_completions(step, batch, rollout, scores, pairs)
+        wanted, answered = self._prompts.order.rows(step), rollout.prompt_index.tolist()
+        if wanted != answered:
+            raise WorkerError(f"iteration {step}: the rollout answered the prompts {answered[:8]} of the data, its batch has {wanted[:8]}")
+        metrics = step_metrics(stats, rollout, pairs, scores, self._timings, beta=beta, epoch=self._prompts.epoch(step))
+        if isinstance(self._prompts, Prompts):
+            self._write_completions(step, self._prompts.batch(step), rollout, scores, pairs)
         row = {"step": step, "time": now.isoformat(timespec="seconds"), **metrics}
         self._history.append(row)
         self._write(METRICS, _json(row))
@@ -162,8 +164,12 @@ class RunLog:
         self._write(LOG, line)
         if self._progress is None:
             print(line, flush=True)
-        loss, score, margin = (metrics[name] for name in ("actor/pg_loss", "reward/score/mean", "reward/margin"))
-        numbers = f"loss {loss:.4f} reward {score:.3f} margin {margin:.3f} EOS {metrics['val/eos_rate']:.0%}"
+        numbers = f"loss {metrics['actor/pg_loss']:.4f} "
+        if self._online:
+            score, margin = metrics["reward/score/mean"], metrics["reward/margin"]
+            numbers += f"reward {score:.3f} margin {margin:.3f} EOS {metrics['val/eos_rate']:.0%}"
+        else:
+            numbers += f"accuracy {metrics['rewards/accuracies']:.0%} margin {metrics['rewards/margins']:.3f}"
         self._show(completed=step, phase="", numbers=f"{numbers} {metrics['timing/all']:.1f} s/step")
         return metrics
 
@@ -188,23 +194,26 @@ class RunLog:
                 "answer_ids": ids[p],
                 "finished": rollout.finished[p].tolist(),
                 "scores": scores[p].tolist(),
-                "chosen": int(pairs.chosen[p]),
-                "rejected": int(pairs.rejected[p]),
-                "kept": bool(pairs.keep[p]),
-                "reason": pairs.reason[p],
+                "chosen": _one(pairs.chosen[p].tolist()),
+                "rejected": _one(pairs.rejected[p].tolist()),
+                "kept": _one(pairs.keep[p].tolist()),
+                "reason": _one([REASONS[i] if i else None for i in pairs.reason[p].tolist()]),
             }
             lines.append(_json(row))
         self._write(COMPLETIONS, "\n".join(lines))
 
-    def summary(self, row: Mapping[str, Any], before: str, after: str, checkpoint: Path | None, export: Path | None) -> None:
+    def summary(
+        self, row: Mapping[str, Any] | None, before: str | None, after: str | None, checkpoint: Path | None, export: Path | None
+    ) -> None:
         """The end of a run, to stdout and ``train.log``: score, EOS rate, KL at start and end, one prompt answered by the
         start and by the trained policy, seconds, where things lie. ``row``: the prompt's row of the data; ``before``,
-        ``after``: answers of the two policies to it."""
-        prompt = row[self._config.data.prompt_key]
+        ``after``: answers of the two policies to it; None where no policy answered."""
+        prompt = "" if row is None else row[self._config.data.prompt_key]
         if self._progress is not None:
             self._progress.stop()
         seconds = time.perf_counter() - self._began
-        table = summary_table(self._history, prompt if isinstance(prompt, str) else prompt[-1]["content"], before, after)
+        text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+        table = summary_table(self._history, text, before, after, ONLINE if self._online else OFFLINE)
         done = [row["timing/all"] for row in self._history if row["step"] > self._first]
         each = f", {len(done)} iterations of {sum(done) / len(done):.1f} s" if done else ""
         places = {"run folder": self.run_dir, "checkpoint": checkpoint, "Hugging Face folder": export}
@@ -219,30 +228,47 @@ class RunLog:
         self._files[LOG].flush()
 
 
-def summary_table(history: list[dict[str, Any]], prompt: str, before: str, after: str) -> Table:
+ONLINE = {
+    "score": "reward/score/mean",
+    "EOS rate": "val/eos_rate",
+    "KL, nats an answer": "objective/kl",
+    "answer tokens": "response_length/mean",
+}
+OFFLINE = {
+    "loss": "actor/pg_loss",
+    "share of pairs ranked right": "rewards/accuracies",
+    "margin of implicit rewards": "rewards/margins",
+    "log-prob of chosen, nats": "logps/chosen",
+    "log-prob of rejected, nats": "logps/rejected",
+}
+
+
+def summary_table(
+    history: list[dict[str, Any]], prompt: str, before: str | None, after: str | None, names: Mapping[str, str] = ONLINE
+) -> Table:
     """Start against end, each the mean of ``WINDOW`` iterations, fewer where the run has less than two windows."""
     window = min(WINDOW, max(1, len(history) // 2))
-    table = Table(title="online DPO: what changed", show_lines=False, title_justify="left")
+    stage = "online" if names is ONLINE else "offline"
+    table = Table(title=f"{stage} DPO: what changed", show_lines=False, title_justify="left")
     table.add_column("")
     table.add_column(f"start (first {window} iterations)", overflow="fold")
     table.add_column(f"end (last {window} iterations)", overflow="fold")
-    names = {
-        "score": "reward/score/mean",
-        "EOS rate": "val/eos_rate",
-        "KL, nats an answer": "objective/kl",
-        "answer tokens": "response_length/mean",
-    }
     for label, key in names.items():
         table.add_row(label, *(_mean([row[key] for row in part]) for part in (history[:window], history[-window:])))
-    table.add_section()
-    # Text of a model is data, not markup: rich would read "[bold]" in it as a style.
-    table.add_row(Text("answer to: " + prompt), Text(before), Text(after))
+    if before is not None and after is not None:
+        table.add_section()
+        # Text of a model is data, not markup: rich would read "[bold]" in it as a style.
+        table.add_row(Text("answer to: " + prompt), Text(before), Text(after))
     return table
 
 
 def _mean(values: list[float | None]) -> str:
     numbers = [v for v in values if v is not None and math.isfinite(v)]
     return f"{sum(numbers) / len(numbers):.3f}" if numbers else "-"
+
+
+def _one(values: list[Any]) -> Any:
+    return values[0] if len(values) == 1 else values
 
 
 def _json(row: Mapping[str, Any]) -> str:

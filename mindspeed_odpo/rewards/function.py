@@ -1,4 +1,4 @@
-"""A reward written as a Python function."""
+"""A reward written as a Python function, and what it shares with a judge: how a user's function is found, called and read."""
 
 from __future__ import annotations
 
@@ -18,40 +18,39 @@ import torch
 from mindspeed_odpo.config import RewardFunction
 from mindspeed_odpo.errors import ConfigError, DataError, WorkerError, nearest
 
-ARGUMENTS = ("prompts", "responses", "response_ids")
 _LARGEST = torch.finfo(torch.float32).max
 
 
-def load_function(target: str) -> Callable[..., Any]:
-    """The callable named by ``package.module:name`` or ``path/to/file.py:name`` (path from the working directory)."""
+def load_function(target: str, kind: str = "reward function") -> Callable[..., Any]:
+    """The callable named by ``package.module:name`` or ``path/to/file.py:name`` (path from the working directory); ConfigError,
+    naming ``kind`` and target, where there is none."""
+    what = f"{kind} '{target}'"
     place, colon, name = target.rpartition(":")
     if not colon or not place or not name:
-        raise ConfigError(f"reward function '{target}': expected 'package.module:name' or 'path/to/file.py:name'")
-    module = _load_file(Path(place), target) if place.endswith(".py") else _load_module(place, target)
+        raise ConfigError(f"{what}: expected 'package.module:name' or 'path/to/file.py:name'")
+    module = _load_file(Path(place), what) if place.endswith(".py") else _load_module(place, what)
     if name not in vars(module):
         callables = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
-        raise ConfigError(f"reward function '{target}': {place} has no '{name}'{nearest(name, callables)}")
+        raise ConfigError(f"{what}: {place} has no '{name}'{nearest(name, callables)}")
     function = vars(module)[name]
     if not callable(function):
-        raise ConfigError(f"reward function '{target}': '{name}' is a {type(function).__name__}, not a function")
+        raise ConfigError(f"{what}: '{name}' is a {type(function).__name__}, not a function")
     return function
 
 
-def _load_module(place: str, target: str) -> ModuleType:
+def _load_module(place: str, what: str) -> ModuleType:
     try:
         return importlib.import_module(place)
     except Exception as error:  # whatever the user's module raises at import is the user's to read
         if isinstance(error, ModuleNotFoundError) and error.name and f"{place}.".startswith(f"{error.name}."):
-            raise ConfigError(
-                f"reward function '{target}': no module '{error.name}'; install it, or name a file: 'path/to/file.py:name'"
-            ) from error
-        raise ConfigError(f"reward function '{target}': importing {place} failed: {_describe(error)}") from error
+            raise ConfigError(f"{what}: no module '{error.name}'; install it, or name a file: 'path/to/file.py:name'") from error
+        raise ConfigError(f"{what}: importing {place} failed: {_describe(error)}") from error
 
 
-def _load_file(path: Path, target: str) -> ModuleType:
+def _load_file(path: Path, what: str) -> ModuleType:
     if not path.is_file():
         near = nearest(path.name, (p.name for p in path.parent.glob("*.py"))) if path.parent.is_dir() else ""
-        raise ConfigError(f"reward function '{target}': no file {path.resolve()}{near}")
+        raise ConfigError(f"{what}: no file {path.resolve()}{near}")
     name = f"odpo_reward_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path.resolve())
     assert spec is not None and spec.loader is not None  # a .py file always has both
@@ -60,7 +59,7 @@ def _load_file(path: Path, target: str) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise ConfigError(f"reward function '{target}': loading {path} failed: {_describe(error)}") from error
+        raise ConfigError(f"{what}: loading {path} failed: {_describe(error)}") from error
     return module
 
 
@@ -73,6 +72,62 @@ def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {message} ({frames[-1].filename}:{frames[-1].lineno})"
 
 
+class UserFunction:
+    """One function of the user's, called by name with what it declares; with ``**kwargs`` it gets all that is offered."""
+
+    def __init__(self, target: str, kind: str = "reward function") -> None:
+        self.name = f"{kind} '{target}'"
+        self._function = load_function(target, kind)
+        try:
+            parameters = list(inspect.signature(self._function).parameters.values())
+        except ValueError as error:  # some built-ins have none
+            raise ConfigError(f"{self.name}: its parameters cannot be read; wrap it in a Python function") from error
+        for p in parameters:
+            if p.kind == p.POSITIONAL_ONLY:
+                raise ConfigError(f"{self.name}: '{p.name}' is positional-only; arguments are passed by name, remove the '/'")
+        self._required = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+        self._named = {p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
+        self._takes_all = any(p.kind == p.VAR_KEYWORD for p in parameters)
+
+    def check(self, offered: Iterable[str]) -> None:
+        """ConfigError where the function needs an argument that is not offered. Cheap: it is asked before a run."""
+        names = list(dict.fromkeys(offered))
+        for name in self._required:
+            if name not in names:
+                raise ConfigError(f"{self.name} needs '{name}', there are: {', '.join(names)}{nearest(name, names)}")
+
+    def __call__(self, offered: Mapping[str, list[Any]], count: int, returns: str, cure: str) -> list[Any]:
+        """The ``count`` values that it returns for ``offered``, as a list; zero-dimensional tensors as Python numbers. WorkerError
+        where it raises or returns something else: ``returns`` and ``cure`` say what it should have returned."""
+        self.check(offered)
+        arguments = offered if self._takes_all else {name: value for name, value in offered.items() if name in self._named}
+        try:
+            result = self._function(**arguments)
+        except Exception as error:
+            raise WorkerError(f"{self.name} raised {_describe(error)}") from error
+        if isinstance(result, (torch.Tensor, np.ndarray)):
+            if result.ndim != 1:
+                raise WorkerError(f"{self.name}: expected {count} {returns}, got an array of shape {list(result.shape)}")
+            result = result.tolist()
+        if not isinstance(result, (list, tuple)):
+            raise WorkerError(f"{self.name}: expected a list of {count} {returns}, got {type(result).__name__}")
+        if len(result) != count:
+            raise WorkerError(f"{self.name}: expected {count} {returns}, got {len(result)}; {cure}")
+        return [
+            value.item() if isinstance(value, (torch.Tensor, np.ndarray, np.generic)) and value.ndim == 0 else value for value in result
+        ]
+
+
+def data_columns(rows: Sequence[Mapping[str, Any]], arguments: Sequence[str], prompts: Sequence[Any]) -> dict[str, list[Any]]:
+    """The data's columns as lists, None where a row lacks one. DataError for a column that has the name of an argument (but
+    for ``prompts``, where it holds the prompts)."""
+    columns = {key: [row.get(key) for row in rows] for key in dict.fromkeys(key for row in rows for key in row)}
+    for name in arguments:
+        if name in columns and not (name == "prompts" and columns[name] == list(prompts)):
+            raise DataError(f"column '{name}' of the data has the name of an argument of the reward; rename the column")
+    return columns
+
+
 class FunctionReward:
     """The weighted sum of user functions, each called once a batch.
 
@@ -81,78 +136,40 @@ class FunctionReward:
     those that it declares, all with ``**kwargs``. It returns N numbers; None: this answer has no score.
     """
 
+    ARGUMENTS = ("prompts", "responses", "response_ids")
+
     def __init__(self, functions: tuple[RewardFunction, ...]) -> None:
-        self._functions = [(f.target, f.weight, load_function(f.target)) for f in functions]
-        self._parameters = {target: _parameters(target, function) for target, _, function in self._functions}
+        self._functions = [(UserFunction(f.target), f.weight) for f in functions]
 
     def check(self, columns: Iterable[str]) -> None:
-        """``ConfigError`` where a function needs an argument that the data does not have. Cheap: call it before a run."""
-        offered = dict.fromkeys([*ARGUMENTS, *columns])
-        for target, parameters in self._parameters.items():
-            for p in parameters:
-                if p.kind != p.VAR_KEYWORD and p.default is p.empty and p.name not in offered:
-                    have = ", ".join(offered)
-                    raise ConfigError(f"reward function '{target}' needs '{p.name}', there are: {have}{nearest(p.name, offered)}")
+        """``ConfigError`` where a function needs an argument that the data does not have."""
+        offered = [*self.ARGUMENTS, *columns]
+        for function, _ in self._functions:
+            function.check(offered)
 
     def score(
-        self, prompts: Sequence[Any], responses: Sequence[str], response_ids: Sequence[list[int]], rows: Sequence[Mapping[str, Any]]
+        self,
+        prompts: Sequence[Any],
+        responses: Sequence[str],
+        response_ids: Sequence[list[int]],
+        rows: Sequence[Mapping[str, Any]],
+        answers_per_prompt: int = 1,
     ) -> list[float | None]:
-        """One score for each of N answers; None where any function gave none. All arguments have length N (a prompt's
-        row stands once for each of its answers); a column that a row lacks is None there."""
-        columns = {key: [row.get(key) for row in rows] for key in dict.fromkeys(key for row in rows for key in row)}
-        for name in ARGUMENTS:
-            if name in columns and not (name == "prompts" and columns[name] == list(prompts)):
-                raise DataError(f"column '{name}' of the data has the name of a reward function's argument; rename the column")
-        self.check(columns)
-        everything = {**columns, "prompts": list(prompts), "responses": list(responses), "response_ids": list(response_ids)}
+        """One score for each of N answers; None where any function gave none. All arguments have length N: a prompt and its
+        row stand once for each of its ``answers_per_prompt`` answers (not read here: an answer is judged alone)."""
+        columns = data_columns(rows, self.ARGUMENTS, prompts)
+        offered = {**columns, "prompts": list(prompts), "responses": list(responses), "response_ids": list(response_ids)}
         total: list[float | None] = [0.0] * len(responses)
-        for target, weight, function in self._functions:
-            parameters = self._parameters[target]
-            if any(p.kind == p.VAR_KEYWORD for p in parameters):
-                arguments = everything
-            else:
-                arguments = {p.name: everything[p.name] for p in parameters if p.name in everything}
-            try:
-                result = function(**arguments)
-            except Exception as error:
-                raise WorkerError(f"reward function '{target}' raised {_describe(error)}") from error
-            scores = _scores(target, result, responses)
+        for function, weight in self._functions:
+            values = function(offered, len(responses), "scores", "return one an answer, None for no score")
+            scores = [_number(f"{function.name}: score {i}", value, responses[i]) for i, value in enumerate(values)]
             total = [None if t is None or s is None else t + weight * s for t, s in zip(total, scores, strict=True)]
         return total
 
 
-def _parameters(target: str, function: Callable[..., Any]) -> list[inspect.Parameter]:
-    try:
-        parameters = list(inspect.signature(function).parameters.values())
-    except ValueError as error:  # some built-ins have none
-        raise ConfigError(f"reward function '{target}': its parameters cannot be read; wrap it in a Python function") from error
-    for p in parameters:
-        if p.kind == p.POSITIONAL_ONLY:
-            raise ConfigError(f"reward function '{target}': '{p.name}' is positional-only; arguments are passed by name, remove the '/'")
-    return [p for p in parameters if p.kind != p.VAR_POSITIONAL]
-
-
-def _scores(target: str, result: Any, responses: Sequence[str]) -> list[float | None]:
-    wanted = len(responses)
-    if isinstance(result, (torch.Tensor, np.ndarray)):
-        if result.ndim != 1:
-            raise WorkerError(f"reward function '{target}': expected {wanted} scores, got an array of shape {list(result.shape)}")
-        result = result.tolist()
-    if not isinstance(result, (list, tuple)):
-        raise WorkerError(f"reward function '{target}': expected a list of {wanted} scores, got {type(result).__name__}")
-    if len(result) != wanted:
-        raise WorkerError(
-            f"reward function '{target}': expected {wanted} scores, got {len(result)}; return one an answer, None for no score"
-        )
-    return [_number(target, i, value, responses[i]) for i, value in enumerate(result)]
-
-
-def _number(target: str, index: int, value: Any, response: str) -> float | None:
+def _number(where: str, value: Any, response: str) -> float | None:
     if value is None:
         return None
-    if isinstance(value, (torch.Tensor, np.ndarray, np.generic)) and value.ndim == 0:
-        value = value.item()
-    where = f"reward function '{target}': score {index}"
     if not isinstance(value, (int, float)):  # a bool is an int
         raise WorkerError(f"{where} is a {type(value).__name__}, expected a number or None; answer: {response[:80]!r}")
     if not abs(value) <= _LARGEST:  # also false for NaN; scores travel as float32

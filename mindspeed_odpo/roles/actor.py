@@ -9,14 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindspeed_odpo.config import Config
-from mindspeed_odpo.engine.checkpoint import is_checkpoint, load_checkpoint, save_checkpoint
+from mindspeed_odpo.config import Config, is_checkpoint
+from mindspeed_odpo.engine.checkpoint import load_checkpoint, save_checkpoint
 from mindspeed_odpo.engine.forward import train_step
 from mindspeed_odpo.engine.optimizer import Schedule, make_optimizer, wrap_for_training
 from mindspeed_odpo.engine.weights import named_weights
-from mindspeed_odpo.errors import ConfigError
+from mindspeed_odpo.errors import ConfigError, WorkerError
 from mindspeed_odpo.hosts.standalone import Host
 from mindspeed_odpo.types import StepStats, TrainBatch
+
+MOST_BAD_UPDATES = 5
+"""So many skipped for NaN in a row mean that the run is lost: it ends instead of burning hours."""
 
 
 class Actor:
@@ -34,11 +37,12 @@ class Actor:
         self.optimizer = make_optimizer(self.ddp, config.actor.optimizer, config.bf16)
         self.schedule = Schedule(self.optimizer, config.actor.optimizer, config.train_iters)
         self.first_step = 0
+        self._bad_in_a_row = 0
         if resumes and config.actor.finetune:
-            load_checkpoint(config.actor.load, self.model, None)
+            load_checkpoint(config.actor.load, self.model, None, config.actor.model)
             self.optimizer.reload_model_params()
         elif resumes:
-            self.first_step, facts = load_checkpoint(config.actor.load, self.model, self.optimizer)
+            self.first_step, facts = load_checkpoint(config.actor.load, self.model, self.optimizer, config.actor.model)
             for name, now in self._facts().items():
                 if name in facts and facts[name] != now:
                     raise ConfigError(
@@ -50,18 +54,27 @@ class Actor:
         """The iteration that the weights come from: 0 for a fresh start, n after a checkpoint of iteration n."""
         return self.first_step
 
-    def update(self, batch: TrainBatch, step: int, global_pairs: int) -> StepStats:
+    def update(self, batch: TrainBatch, step: int, beta: float, global_pairs: int) -> StepStats:
         self.ddp.train()
-        return train_step(
+        stats = train_step(
             self.ddp,
             self.optimizer,
             batch,
             global_pairs=global_pairs,
             micro_batch_size=self.config.actor.micro_batch_size,
             loss=self.config.actor.loss,
+            beta=beta,
             lr=self.schedule.set(step),
             device=self.host.device,
+            nonfinite=self.config.actor.nonfinite,
         )
+        self._bad_in_a_row = self._bad_in_a_row + 1 if stats.nonfinite else 0
+        if self._bad_in_a_row == MOST_BAD_UPDATES:
+            raise WorkerError(
+                f"{MOST_BAD_UPDATES} updates in a row had a loss or gradient that is not finite, the last at iteration {step}: "
+                "resume from the last checkpoint with a smaller lr or dpo_beta"
+            )
+        return stats
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """All weights in Megatron's names and layout, in the training dtype."""
@@ -69,7 +82,7 @@ class Actor:
             yield from named_weights(self.model)
 
     def save(self, step: int) -> Path:
-        return save_checkpoint(self.config.checkpoint_dir, step, self.model, self.optimizer, self._facts())
+        return save_checkpoint(self.config.checkpoint_dir, step, self.model, self.optimizer, self.config.actor.model, self._facts())
 
     def _facts(self) -> dict[str, Any]:
         """What the order of prompts and answers depends on; a resume with other facts is another run."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from mindspeed_odpo.config import Config
+from mindspeed_odpo.config import Config, is_checkpoint
+from mindspeed_odpo.engine.checkpoint import load_checkpoint
 from mindspeed_odpo.engine.forward import answer_logps
 from mindspeed_odpo.hosts.standalone import Host
 from mindspeed_odpo.types import Rollout
@@ -18,7 +19,10 @@ class Reference:
         self.config = config
         self.host = host
         self.model = host.build_model(config.reference.model, config.reference.parallel, trainable=False)
-        host.load_hf(self.model, config.reference.load, config.reference.model)
+        if is_checkpoint(config.reference.load):
+            load_checkpoint(config.reference.load, self.model, None, config.reference.model)
+        else:
+            host.load_hf(self.model, config.reference.load, config.reference.model)
 
     def logps(self, rollout: Rollout) -> Tensor:
         """f32 ``[P,K]``, summed over answer tokens with the EOS."""

@@ -39,6 +39,9 @@ def not_a_number(responses):
 
 def broken(responses):
     return [1 / 0 for _ in responses]
+
+def longer(first, second):
+    return [None if len(a) == len(b) else int(len(b) > len(a)) for a, b in zip(first, second)]
 """
 ACTOR, REF = "actor_rollout_ref.actor_rollout", "actor_rollout_ref.ref"
 SEPARATE = ("training.placement=separate", f"{ACTOR}.num_gpus_for_infer=1", "resource_pool.actor_rollout=[2]")
@@ -109,6 +112,8 @@ def tiny(tmp_path_factory) -> Path:
     (root / "reward.py").write_text(REWARD)
     prompts = ["ab", "hello", "tell me", "x", "day", "night", "up", "down", "why", "how"]
     (root / "prompts.jsonl").write_text("".join(json.dumps({"prompt": p}) + "\n" for p in prompts))
+    rows = [{"prompt": p, "chosen": "yes", "rejected": "no!"} for p in prompts]
+    (root / "preferences.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return root
 
 
@@ -201,18 +206,108 @@ def test_a_resumed_run_equals_the_unbroken_one_bit_for_bit(base, tiny, tmp_path)
         assert torch.equal(run.weights()[name], value), name
 
 
-def test_a_reward_model_judges(tiny, tmp_path):
-    overrides = ("training.train_iters=2", f"reward.load={tiny / 'judge'}", "reward.functions=null")
-    script = SCRIPTS / "online_dpo_tiny.sh"
-    text = script.read_text().replace('    reward.functions="$ODPO_TINY/reward.py:length" \\\n', "")
-    assert text != script.read_text()
-    own = tmp_path / "tests" / "st" / "shell_scripts" / "judge.sh"
-    own.parent.mkdir(parents=True)
-    own.write_text(text.replace("$basepath/ray_gpt.py", str(ROOT / "ray_gpt.py")))
-    run = launch(str(own), tmp_path / "run", *overrides, tiny=tiny)
+@pytest.fixture(scope="module")
+def classified(tiny, tmp_path_factory) -> dict[str, Run]:
+    """The same two iterations under a classifier that transformers runs, and under the same one on megatron-core."""
+    folder = tmp_path_factory.mktemp("classified")
+    settings = ("training.train_iters=2", f"reward.load={tiny / 'judge'}", "reward.functions=null")
+    return {
+        engine: launch("online_dpo_tiny.sh", folder / engine, *settings, f"reward.engine={engine}", tiny=tiny)
+        for engine in ("hf", "megatron")
+    }
+
+
+def test_a_reward_model_scores(classified):
+    run = classified["hf"]
     assert run.code == 0, run.out + run.err
     scores = [score for row in run.completions() for score in row["scores"]]
     assert all(math.isfinite(score) for score in scores) and len(set(scores)) > 4
+
+
+def test_a_megatron_reward_model_gives_the_same_run(classified):
+    run = classified["megatron"]
+    assert run.code == 0, run.out + run.err
+    same_numbers(run, classified["hf"], rel=1e-4)
+    for row, wanted in zip(run.completions(), classified["hf"].completions(), strict=True):
+        assert row["scores"] == pytest.approx(wanted["scores"], abs=1e-4)
+
+
+def test_a_judge_and_every_pair_of_three_answers(tiny, tmp_path):
+    """A pairwise judge in placement separate; SimPO, so that no reference runs and what needs one is null."""
+    run = launch(
+        "online_dpo_tiny.sh",
+        tmp_path / "run",
+        "training.train_iters=2",
+        "reward.functions=null",
+        f"reward.judge={tiny}/reward.py:longer",
+        f"{ACTOR}.n_samples_per_prompt=3",
+        f"{ACTOR}.dpo_loss_type=simpo",
+        "algorithm.pair_select=all",
+        *SEPARATE,
+        tiny=tiny,
+    )
+    assert run.code == 0, run.out + run.err
+    assert "separate: actor 1 rank, rollout 1 rank, reward 1 rank; 3 ranks in all" in run.out
+    for row in run.completions():
+        lengths = [len(answer) for answer in row["answers"]]
+        assert len(row["kept"]) == 3
+        for chosen, rejected, kept in zip(row["chosen"], row["rejected"], row["kept"], strict=True):
+            assert not kept or lengths[chosen] > lengths[rejected]
+    for row in run.metrics():
+        assert row["objective/kl"] is None and math.isfinite(row["actor/pg_loss"]) and row["grad_norm"] > 0
+        dropped = [value for name, value in row.items() if name.startswith("pairs/dropped_")]
+        assert row["pairs/kept"] > 4 and row["pairs/kept"] + sum(dropped) == 12
+
+
+def test_recorded_answers_give_the_same_run_bit_for_bit(base, tiny, tmp_path):
+    """completions.jsonl as the run left it: nobody samples, every number and every weight is the same."""
+    recorded = (f"{ACTOR}.rollout_engine=replay", f"{ACTOR}.replay_path={base.folder / 'completions.jsonl'}")
+    run = launch("online_dpo_tiny.sh", tmp_path / "run", "training.train_iters=4", *recorded, tiny=tiny)
+    assert run.code == 0, run.out + run.err
+    same_numbers(run, base, rel=0.0)
+    for name, value in base.weights().items():
+        assert torch.equal(run.weights()[name], value), name
+
+
+@pytest.fixture(scope="module")
+def offline(tiny, tmp_path_factory) -> Run:
+    folder = tmp_path_factory.mktemp("offline")
+    return launch(
+        "dpo_tiny.sh", folder / "run", "training.train_iters=4", "training.save_interval=2", f"{REF}.logps_cache={folder}/ref", tiny=tiny
+    )
+
+
+def test_offline_dpo_from_a_file_of_preferences(offline):
+    """The reference runs once and is kept; the first loss is ln 2 and the fourth is lower."""
+    assert offline.code == 0, offline.out + offline.err
+    assert "reference: log-probs of 10 rows" in offline.out and (offline.folder.parent / "ref").is_file()
+    losses = [row["actor/pg_loss"] for row in offline.metrics()]
+    assert losses[0] == pytest.approx(math.log(2), abs=1e-6) and losses[-1] < losses[0] - 0.01
+    assert not (offline.folder / "completions.jsonl").exists() and "offline DPO: what changed" in offline.out
+    assert offline.left_over == []
+
+
+def test_offline_dpo_resumes_on_two_ranks_from_the_kept_reference(offline, tiny, tmp_path):
+    """Placement separate with two training ranks, from the checkpoint of iteration 2: the numbers of the unbroken run."""
+    kept = tmp_path / "run" / "checkpoints"
+    shutil.copytree(offline.folder / "checkpoints" / "iter_0000002", kept / "iter_0000002")
+    (kept / "latest_checkpointed_iteration.txt").write_text("2\n")
+    shutil.copy(offline.folder / "metrics.jsonl", tmp_path / "run" / "metrics.jsonl")
+    settings = (f"{ACTOR}.load={kept}", f"{REF}.logps_cache={offline.folder.parent}/ref", *SEPARATE_2)
+    run = launch("dpo_tiny.sh", tmp_path / "run", "training.train_iters=4", *settings, tiny=tiny)
+    assert run.code == 0, run.out + run.err
+    assert "reference: log-probs from" in run.out and "iteration: 2 /" not in run.out
+    for row, wanted in zip(run.metrics(), offline.metrics(), strict=True):
+        for name in ("actor/pg_loss", "logps/chosen", "rewards/margins", "grad_norm"):
+            assert row[name] == pytest.approx(wanted[name], rel=1e-4, abs=1e-5), (row["step"], name)
+
+
+def test_a_stale_file_of_reference_log_probs_is_refused(offline, tiny, tmp_path):
+    """Another answer_mask than the one it was made with."""
+    settings = (f"{REF}.logps_cache={offline.folder.parent}/ref", f"{ACTOR}.answer_mask=dialogue")
+    run = launch("dpo_tiny.sh", tmp_path / "run", *settings, tiny=tiny)
+    told_in_one_line(run, r"the reference log-probs in it were made from other settings \(answer_mask answer.*answer_mask dialogue")
+    assert not run.folder.exists()
 
 
 @pytest.mark.skipif(not (ROOT / "models" / "smollm2-135m" / "config.json").is_file(), reason="no models/smollm2-135m: run 'make model'")

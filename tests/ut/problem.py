@@ -16,7 +16,7 @@ from mindspeed_odpo import device
 
 device.setup()
 
-from mindspeed_odpo.config import LossConfig, ModelConfig, OptimizerConfig, ParallelConfig  # noqa: E402
+from mindspeed_odpo.config import LossConfig, ModelConfig, OptimizerConfig, PairsConfig, ParallelConfig  # noqa: E402
 from mindspeed_odpo.engine import forward  # noqa: E402
 from mindspeed_odpo.engine.model import build_model  # noqa: E402
 from mindspeed_odpo.engine.optimizer import make_optimizer, wrap_for_training  # noqa: E402
@@ -27,6 +27,7 @@ from mindspeed_odpo.types import Rollout  # noqa: E402
 
 BETA = 0.3
 PENALTY = 0.5
+PAIRS_CONFIG = PairsConfig(missing_eos_penalty=PENALTY)
 LR = 1e-2
 PAIRS = 6
 
@@ -105,12 +106,13 @@ class Ours:
     ddp: torch.nn.Module
     optimizer: object
     config: ModelConfig
+    folder: Path
 
     def weights(self) -> dict[str, Tensor]:
         return {name: tensor.detach().clone() for name, tensor in named_weights(self.model)}
 
 
-def load(folder: Path, trainable: bool, padded_to: int | None = None, bf16: bool = False) -> Ours:
+def load(folder: Path, trainable: bool, padded_to: int | None = None, bf16: bool = False, lr: float = LR) -> Ours:
     from dataclasses import replace
 
     config = read_model_config(folder, "tiny")
@@ -119,20 +121,20 @@ def load(folder: Path, trainable: bool, padded_to: int | None = None, bf16: bool
     model = build_model(config, ParallelConfig(), bf16, trainable=trainable)
     load_named(model, hf_to_megatron(folder, config))
     if not trainable:
-        return Ours(model, model, None, config)
+        return Ours(model, model, None, config, folder)
     ddp = wrap_for_training(model, bf16)
-    settings = OptimizerConfig(lr=LR, clip_grad=0.0, adam_eps=1e-5)
-    return Ours(model, ddp, make_optimizer(ddp, settings, bf16), config)
+    settings = OptimizerConfig(lr=lr, clip_grad=0.0, adam_eps=1e-5)
+    return Ours(model, ddp, make_optimizer(ddp, settings, bf16), config, folder)
 
 
-def step(policy: Ours, batch, micro_batch_size: int = 2, global_pairs: int | None = None):
+def step(policy: Ours, batch, micro_batch_size: int = 2, global_pairs: int | None = None, loss=LossConfig(), **options):  # noqa: B008
     return forward.train_step(
         policy.ddp,
         policy.optimizer,
         batch,
         global_pairs=int(batch.pairs.keep.sum()) if global_pairs is None else global_pairs,
         micro_batch_size=micro_batch_size,
-        loss=LossConfig(beta=BETA),
-        lr=LR,
+        loss=loss,
         device=torch.device("cpu"),
+        **{"beta": BETA, "lr": LR, **options},
     )

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from mindspeed_odpo import keys
-from mindspeed_odpo.config import Config, ParallelConfig, RewardFunction, describe, parameters, parse
+from mindspeed_odpo.config import Config, ParallelConfig, RewardFunction, parameters, parse
 from mindspeed_odpo.errors import ConfigError
+from mindspeed_odpo.plan import describe
 
 ACTOR = "actor_rollout_ref.actor_rollout"
 
@@ -289,7 +290,7 @@ def test_wrong_names(tree: dict[str, Any], settings: dict[str, Any], words: str)
         ({"A__load": ""}, f"{ACTOR}.load: expected a path, got '' (str)"),
         ({"resource_pool__ref": ["1"]}, "resource_pool.ref: expected a list of whole numbers"),
         ({"training": 3}, "training: expected a section with keys, got 3"),
-        ({"A__dpo_loss_type": "sigmoids"}, "expected one of sigmoid, ipo, got 'sigmoids'; did you mean 'sigmoid'?"),
+        ({"A__dpo_loss_type": "sigmoids"}, "apo_down, simpo, got 'sigmoids'; did you mean 'sigmoid'?"),
         ({"A__lr": float("nan")}, f"{ACTOR}.lr: expected a finite number, got nan"),
         ({"reward__functions": "score"}, "reward.functions: expected 'package.module:name' or 'path/to/file.py:name', got 'score'"),
         ({"reward__functions": [{"target": "a:b", "weight": "x"}]}, "weight of a:b: expected a finite number, got 'x'"),
@@ -308,7 +309,7 @@ def test_wrong_types(tree: dict[str, Any], settings: dict[str, Any], words: str)
         ({"A__n_samples_per_prompt": 1}, f"{ACTOR}.n_samples_per_prompt: must be >= 2, got 1"),
         ({"A__dpo_beta": 0}, f"{ACTOR}.dpo_beta: must be > 0, got 0"),
         ({"A__dpo_label_smoothing": 0.5}, f"{ACTOR}.dpo_label_smoothing: must be < 0.5, got 0.5"),
-        ({"A__dpo_label_smoothing": 0.1, "A__dpo_loss_type": "ipo"}, "goes with dpo_loss_type sigmoid only"),
+        ({"A__dpo_label_smoothing": 0.1, "A__dpo_loss_type": "ipo"}, "goes with dpo_loss_type sigmoid, robust, exo_pair, simpo, got ipo"),
         ({"A__missing_eos_penalty": -1}, f"{ACTOR}.missing_eos_penalty: must be >= 0, got -1"),
         (
             {"A__missing_eos_penalty": 1, "algorithm__missing_eos_penalty": 2},
@@ -333,7 +334,7 @@ def test_wrong_types(tree: dict[str, Any], settings: dict[str, Any], words: str)
             "lr_warmup_iters 10 must be smaller than the 10 iterations of the decay",
         ),
         ({"A__shuffle": True, "A__no_shuffle": True}, "shuffle: true and no_shuffle: true contradict each other"),
-        ({"training__stage": "ray_ppo"}, "training.stage: expected one of ray_online_dpo, got 'ray_ppo'"),
+        ({"training__stage": "ray_ppo"}, "training.stage: expected one of ray_online_dpo, ray_dpo, got 'ray_ppo'"),
         ({"training__run_name": "a/b"}, "training.run_name: a plain name without '/', got 'a/b'"),
         ({"A__hidden_dropout": 0.1}, f"{ACTOR}.hidden_dropout: only 0.0 is accepted, got 0.1; dropout is off"),
         ({"model__small__normalization": "LayerNorm"}, "model.small.normalization: only 'RMSNorm' is accepted, got 'LayerNorm'"),
@@ -422,7 +423,7 @@ def test_missing_folders_and_files(tree: dict[str, Any], folder: Path) -> None:
     assert f"{ACTOR}.data_path: no file '{gone}'" in error_of(tree, A__data_path=str(gone))
     reward = with_keys(tree, reward={"load": str(gone)})
     assert "reward.load: no model folder" in error_of(reward)
-    assert "reward.functions and reward.load are both set" in error_of(tree, reward__load=str(folder / "hf"))
+    assert "reward.functions and reward.load are set: a run has one kind of reward" in error_of(tree, reward__load=str(folder / "hf"))
 
 
 def test_data_path_may_name_a_packaged_file(tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
@@ -445,7 +446,21 @@ def test_resume_keeps_the_reference(tree: dict[str, Any], folder: Path) -> None:
     assert parse(whole, "test").reference.load == folder / "hf"
     assert "training.no_load_optim: true would resume half a checkpoint" in error_of(whole, training__no_load_optim=True)
     assert parse(with_keys(whole, training__no_load_optim=True, A__finetune=True), "test").actor.finetune
-    assert "no config.json in" in error_of(whole, R__load=str(folder / "ckpt"))
+    assert "is neither a Hugging Face folder (no config.json) nor a checkpoint" in error_of(whole, R__load=str(folder / "ckpt"))
+
+
+def test_a_new_run_from_a_checkpoint_is_held_near_that_checkpoint(tree: dict[str, Any], folder: Path) -> None:
+    """The weights that training starts from are the reference, or the first loss would not be ln 2; another one is said."""
+    (folder / "ckpt" / "latest_checkpointed_iteration.txt").write_text("3")
+    tree = with_keys(tree, A__load=str(folder / "ckpt"), A__finetune=True, training__tokenizer_name_or_path=str(folder / "hf"))
+    config = parse(tree, "test")
+    assert (config.actor.load, config.reference.load, config.hf_folder) == (folder / "ckpt", folder / "ckpt", folder / "hf")
+    assert not any("ln 2" in line for line in config.notices)
+    other = parse(with_keys(tree, R__load=str(folder / "hf")), "test")
+    assert other.reference.load == folder / "hf"
+    assert f"the policy starts from {folder / 'ckpt'}, the reference is {folder / 'hf'}: the first loss is not ln 2" in other.notices
+    (folder / "bare").mkdir()
+    assert "none is a Hugging Face folder" in error_of(tree, training__tokenizer_name_or_path=str(folder / "bare"))
 
 
 def test_reference_scores_the_same_ids(tree: dict[str, Any]) -> None:
@@ -488,9 +503,80 @@ def test_table_agrees_with_the_dataclasses() -> None:
         if name != "lr_decay_iters":
             assert actor[name] == field.default, name
     assert (actor["temperature"], actor["top_p"], actor["top_k"], actor["n_samples_per_prompt"]) == (1.0, 1.0, 0, 2)
-    assert (actor["dpo_beta"], actor["dpo_loss_type"], actor["dpo_label_smoothing"]) == tuple(
-        f.default for f in (c.LossConfig.__dataclass_fields__[n] for n in ("beta", "loss_type", "label_smoothing"))
-    )
+    loss = c.LossConfig()
+    assert (actor["dpo_beta"], actor["dpo_loss_type"], actor["pref_ftx"]) == (loss.beta, loss.loss_type, loss.sft_weight)
+    assert (actor["gamma_beta_ratio"], actor["on_nonfinite"]) == (loss.gamma_beta_ratio, c.ActorConfig.nonfinite)
+    algorithm = {key.name.removeprefix("pair_"): key.default for key in keys.OWN[keys.ALGORITHM]}
+    assert algorithm == dataclasses.asdict(c.PairsConfig())
+    data = c.DataConfig(Path())
+    assert all(actor[name] == getattr(data, name) for name in ("prompt_key", "shuffle", "chosen_key", "rejected_key", "answer_mask"))
+
+
+def test_beta_is_a_number_or_one_value_an_epoch(tree: dict[str, Any]) -> None:
+    """The last value holds for all later epochs."""
+    assert parse(with_keys(tree, A__dpo_beta=0.2), "test").actor.loss.beta == (0.2,)
+    loss = parse(with_keys(tree, A__dpo_beta=[0.1, 0.05]), "test").actor.loss
+    assert [loss.beta_at(epoch) for epoch in range(4)] == [0.1, 0.05, 0.05, 0.05]
+    for beta in (0, -0.1, [0.1, 0], []):
+        assert f"{ACTOR}.dpo_beta: " in error_of(tree, A__dpo_beta=beta)
+
+
+def test_each_loss_has_its_defaults_and_refuses_what_it_does_not_read(tree: dict[str, Any]) -> None:
+    """A setting that a loss would ignore is an error, not silence."""
+
+    def loss(**settings: Any) -> Any:
+        return parse(with_keys(tree, **{f"A__{key}": value for key, value in settings.items()}), "test").actor.loss
+
+    assert (loss().reduction, loss().padded_length, loss().label_smoothing) == ("sum", 95, 0.0)
+    assert (loss(dpo_loss_type="simpo").reduction, loss(dpo_loss_type="simpo").gamma_beta_ratio) == ("masked_mean", 1.4)
+    assert loss(dpo_loss_type="exo_pair").label_smoothing == 1e-3
+    assert loss(dpo_logps_reduction="padded_mean", pref_ftx=0.5).sft_weight == 0.5
+    assert "needs more than 0" in error_of(tree, A__dpo_loss_type="exo_pair", A__dpo_label_smoothing=0)
+    assert "gamma_beta_ratio goes with dpo_loss_type simpo only" in error_of(tree, A__gamma_beta_ratio=1.0)
+    for kind in set(keys.LOSS_TYPES) - set(keys.SMOOTHED):
+        assert "dpo_label_smoothing 0.1 goes with" in error_of(tree, A__dpo_loss_type=kind, A__dpo_label_smoothing=0.1)
+
+
+def test_only_the_roles_that_are_needed_run(tree: dict[str, Any]) -> None:
+    """SimPO has no reference; offline DPO has no rollout and no reward, and asks for none."""
+    assert parse(tree, "test").roles == ("actor", "rollout", "reference", "reward")
+    assert parse(with_keys(tree, A__dpo_loss_type="simpo"), "test").roles == ("actor", "rollout", "reward")
+    offline = {key: value for key, value in with_keys(tree, training__stage="ray_dpo").items() if key != "reward"}
+    assert parse(offline, "test").roles == ("actor", "reference")
+    plan = describe(parse(offline, "test"))
+    assert "preferences" in plan and "reward" not in plan and "sampling" not in plan
+
+
+def test_one_kind_of_reward(tree: dict[str, Any], folder: Path) -> None:
+    def reward(**settings: Any) -> dict[str, Any]:
+        return {**tree, "reward": settings}
+
+    judge = parse(reward(judge="my.judges:shorter"), "test")
+    assert judge.reward.judge == "my.judges:shorter" and "judge my.judges:shorter, every two answers" in describe(judge)
+    classifier = parse(reward(load=str(folder / "hf"), engine="megatron"), "test")
+    assert classifier.reward.engine == "megatron" and "on megatron-core" in describe(classifier)
+    assert "reward.judge and reward.load are set" in error_of(reward(judge="a:b", load=str(folder / "hf")))
+    assert "reward.engine: megatron runs the classifier in reward.load" in error_of(reward(judge="a:b", engine="megatron"))
+    assert "reward.judge: expected 'package.module:name'" in error_of(reward(judge="nonsense"))
+    assert "no reward: set reward.functions" in error_of(reward())
+
+
+def test_recorded_answers_need_their_file(tree: dict[str, Any], folder: Path) -> None:
+    (folder / "completions.jsonl").write_text("")
+    config = parse(with_keys(tree, A__rollout_engine="replay", A__replay_path=str(folder / "completions.jsonl")), "test")
+    assert config.rollout.replay == folder / "completions.jsonl"
+    assert "recorded answers of" in describe(config) and "sampling" not in describe(config)
+    assert "set both or neither" in error_of(tree, A__rollout_engine="replay")
+    assert "set both or neither" in error_of(tree, A__replay_path=str(folder / "completions.jsonl"))
+    assert "replay_path: no file" in error_of(tree, A__rollout_engine="replay", A__replay_path=str(folder / "gone.jsonl"))
+
+
+def test_the_plan_counts_every_pair_of_a_prompt(tree: dict[str, Any]) -> None:
+    """Four answers make six pairs where every two meet, and the other rules are said."""
+    settings = {"A__n_samples_per_prompt": 4, "algorithm__pair_select": "all", "algorithm__pair_ties": "first"}
+    plan = describe(parse(with_keys(tree, **settings), "test"))
+    assert "each 48 pairs; 4 answers a prompt = 32 sequences" in plan
+    assert "every two answers; ties: the first wins" in plan
 
 
 def test_documentation_is_fresh() -> None:

@@ -63,7 +63,7 @@ def test_messages_keep_their_extra_keys(tmp_path):
             {"prompt": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]},
             ":2:prompt[1].role: the prompt ends with an answer (role 'assistant'); end it with the user's turn",
         ),
-        ({"promt": "x"}, ":2:prompt: no such column; columns there: promt; did you mean 'promt'?; set data.prompt_key"),
+        ({"promt": "x"}, ":2:prompt: no such column; columns there: promt; did you mean 'promt'?; set prompt_key"),
         (["x"], ":2: expected a JSON object, found a list"),
         (None, ":2: expected a JSON object, found null"),
     ],

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.multiprocessing as mp
-from tiny import make_tiny_hf
 
 TIMEOUT_MINUTES = 1.0
 SPLITS = {"3 and 3": ([0, 1, 2], [3, 4, 5]), "all and none": ([0, 1, 2, 4, 5], [3])}
@@ -32,7 +31,7 @@ def rank_main(rank: int, world: int, port: int, folders: tuple[Path, Path], spli
     policy, reference = problem.load(folders[0], True), problem.load(folders[1], False)
     rollout = problem.rollout()
     ref = forward.answer_logps(reference.model, rollout, 2, torch.device("cpu"))
-    whole = TrainBatch(rollout, make_pairs(problem.scores(), rollout, problem.PENALTY), ref)
+    whole = TrainBatch(rollout, make_pairs(problem.scores(), rollout, problem.PAIRS_CONFIG), ref)
     mine = whole if world == 1 else whole.select(split[rank])
     stats = [problem.step(policy, mine, 2, global_pairs=int(whole.pairs.keep.sum())) for _ in range(3)]
     torch.save(
@@ -58,12 +57,6 @@ def launch(world: int, folders, split, out: Path) -> list[dict]:
         for process in context.processes:
             process.kill()
     return [torch.load(out / f"{world}-{rank}.pt", weights_only=True) for rank in range(world)]
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    root = tmp_path_factory.mktemp("hf")
-    return make_tiny_hf(root / "policy", seed=1), make_tiny_hf(root / "reference", seed=2)
 
 
 @pytest.fixture(scope="module")

@@ -47,6 +47,11 @@ def make(prompts: list[list[int]], answers: list[list[list[int]]], left: int = 0
     return Rollout(prompt_ids, prompt_mask, ids, mask, torch.ones(p, k, dtype=torch.bool), torch.arange(p), 0).check()
 
 
+def pairs_of(reason: torch.Tensor) -> Pairs:
+    zeros = torch.zeros(reason.shape, dtype=torch.int64)
+    return Pairs(chosen=zeros, rejected=zeros + 1, margin=torch.zeros(reason.shape), reason=reason.to(torch.int64))
+
+
 PROMPTS = [[7, 8], [3, 4, 5, 6], [1]]
 ANSWERS = [[[5, 2], [6, 6, 2]], [[1, 2], [2]], [[10, 11, 12, 2], [4, 4]]]
 
@@ -88,17 +93,35 @@ def test_micro_batches_hold_each_kept_pair_once():
     p = 7
     rollout = make([[1]] * p, [[[3] * (1 + i % 3), [4, 2]] for i in range(p)])
     keep = torch.tensor([True, False, True, True, False, True, True])
-    pairs = Pairs(torch.zeros(p, dtype=torch.int64), torch.ones(p, dtype=torch.int64), keep, torch.ones(p))
-    pieces = _micro_batches(TrainBatch(rollout, pairs, torch.zeros(p, 2)), 2)
+    pieces = _micro_batches(TrainBatch(rollout, pairs_of(~keep[:, None]), torch.zeros(p, 2)), 2)
     assert [len(piece) for piece in pieces] == [2, 2, 1]
-    assert sorted(torch.cat(pieces).tolist()) == [0, 2, 3, 5, 6]
+    assert sorted(torch.cat(pieces).tolist()) == [[0, 0], [2, 0], [3, 0], [5, 0], [6, 0]]
 
 
 def test_a_rank_without_a_kept_pair_still_runs_one_micro_batch():
     rollout = make([[1]], [[[3, 2], [4, 2]]])
-    pairs = Pairs(torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int64), torch.zeros(1, dtype=torch.bool), torch.zeros(1))
-    pieces = _micro_batches(TrainBatch(rollout, pairs, torch.zeros(1, 2)), 4)
-    assert [piece.tolist() for piece in pieces] == [[0]]
+    pieces = _micro_batches(TrainBatch(rollout, pairs_of(torch.ones(1, 1)), torch.zeros(1, 2)), 4)
+    assert [piece.tolist() for piece in pieces] == [[[0, 0]]]
+
+
+def test_pairs_of_one_prompt_stay_together():
+    """So that an answer that stands in several of them is run once."""
+    rollout = make([[1], [1, 1, 1], [1, 1]], [[[3, 2], [4, 2], [5]]] * 3)
+    pieces = _micro_batches(TrainBatch(rollout, pairs_of(torch.zeros(3, 3)), torch.zeros(3, 3)), 3)
+    assert [piece[:, 0].tolist() for piece in pieces] == [[0] * 3, [2] * 3, [1] * 3]
+    assert [piece[:, 1].tolist() for piece in pieces] == [[0, 1, 2]] * 3
+
+
+def test_a_loss_mask_takes_tokens_out_of_the_sum_and_leaves_them_in_the_context():
+    """Turns of the user inside a recorded dialogue are read and do not count."""
+    rollout = make([[7, 8]], [[[5, 6, 3, 2], [6, 2]]])
+    mask = rollout.response_mask.clone()
+    mask[0, 0, 1:3] = False
+    rows = pack_rows(replace(rollout, loss_mask=mask), torch.tensor([0]), torch.tensor([0]))
+    assert rows.ids.tolist() == [[7, 8, 5, 6, 3]]
+    assert (rows.column.tolist(), rows.target.tolist()) == ([1, 4], [5, 2])
+    got = answer_logps(bigram, replace(rollout, loss_mask=mask), 1, CPU)
+    assert got[0, 0].item() == pytest.approx(by_hand([8], [5]) + by_hand([3], [2]), abs=1e-5)
 
 
 def test_nothing_writes_to_its_input():

@@ -38,6 +38,10 @@ VARIANTS = {
     "untied": replace(TINY, untie_embeddings_and_output_weights=True),
     "qwen2": replace(TINY, kv_channels=8, add_qkv_bias=True, norm_epsilon=1e-6),  # transformers' Qwen2: 6 * 8 = hidden size
     "llama3": replace(TINY, rope_scaling_factor=8.0, original_max_position_embeddings=32),
+    "interleaved": replace(TINY, rotary_interleaved=True),
+    "interleaved-qwen2-llama3": replace(
+        TINY, kv_channels=8, add_qkv_bias=True, rotary_interleaved=True, rope_scaling_factor=8.0, original_max_position_embeddings=32
+    ),
 }
 LENGTHS = [9, 3, 14, 1]
 
@@ -92,8 +96,15 @@ def _megatron(sd: dict[str, Tensor], m: ModelConfig) -> Iterator[tuple[str, Tens
     def padded(x: Tensor) -> Tensor:
         return torch.cat([x, torch.full((m.padded_vocab_size - m.vocab_size, m.hidden_size), 100.0)])
 
+    half = m.kv_channels // 2
+    turned = [channel for i in range(half) for channel in (i, i + half)]
+
+    def rows(at: str, n: str, kind: str) -> Tensor:
+        part = sd[f"{at}{n}_proj.{kind}"].unflatten(0, (-1, m.kv_channels))
+        return (part[:, turned] if m.rotary_interleaved and n != "v" else part).flatten(0, 1)
+
     def grouped(at: str, kind: str) -> Tensor:
-        return torch.cat([sd[f"{at}{n}_proj.{kind}"].unflatten(0, (m.num_query_groups, -1)) for n in "qkv"], 1).flatten(0, 1)
+        return torch.cat([rows(at, n, kind).unflatten(0, (m.num_query_groups, -1)) for n in "qkv"], 1).flatten(0, 1)
 
     yield "embedding.word_embeddings.weight", padded(sd["model.embed_tokens.weight"])
     if m.untie_embeddings_and_output_weights:
@@ -135,7 +146,8 @@ def _answers(decoder: Decoder, ids: Tensor, mask: Tensor, k: int = 3, r: int = 1
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_greedy_equals_transformers(variant: str) -> None:
     """Prompts of 9, 3, 14 and 1 tokens together, 3 answers each: every answer has the tokens and the logits (to 1e-4) that
-    transformers gives each prompt alone, without padding; with a tied head, an own head, qkv biases and Llama 3 rope."""
+    transformers gives each prompt alone, without padding; with a tied head, an own head, qkv biases, Llama 3 rope
+    and rope between neighbouring channels."""
     m = VARIANTS[variant]
     hf = _hf_model(m)
     decoder = Decoder(m, bf16=False)
@@ -267,6 +279,21 @@ def test_rope_frequencies_equal_transformers(m: ModelConfig) -> None:
     cos, sin = rope_tables(m, 64, torch.float32)
     sign = torch.tensor([-1.0] * 8 + [1.0] * 8)
     assert (cos - want_cos[0]).abs().max() < 1e-5 and (sin * sign - want_sin[0]).abs().max() < 1e-5
+    cos_pairs, sin_pairs = rope_tables(replace(m, rotary_interleaved=True), 64, torch.float32)
+    turned = [channel for i in range(8) for channel in (i, i + 8)]
+    assert torch.equal(cos_pairs, cos[:, turned]) and torch.equal(sin_pairs, sin[:, turned])
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_mutant_rope_of_the_other_layout(interleaved: bool) -> None:
+    """Weights of one layout in a decoder of the other: the first logits differ by far more than the 1e-4 allowed above."""
+    weights = dict(_megatron(_hf_model(TINY).state_dict(), replace(TINY, rotary_interleaved=interleaved)))
+    first: list[Tensor] = []
+    for layout in (interleaved, not interleaved):
+        d = Decoder(replace(TINY, rotary_interleaved=layout), bf16=False)
+        d.load_weights(1, weights.items())
+        _answers(d, *_prompts(LENGTHS, 14), r=1, watch=lambda j, rows, x: first.append(x.clone()))
+    assert (first[0] - first[1]).abs().max() > 0.1
 
 
 def test_bf16_runs_and_stays_near_float32(decoder: Decoder) -> None:

@@ -15,6 +15,7 @@ from tiny import make_tiny_hf
 
 from mindspeed_odpo.config import ModelConfig
 from mindspeed_odpo.errors import ConfigError, DataError
+from mindspeed_odpo.hf import weights as weights_module
 from mindspeed_odpo.hf.config import check_model_config, eos_token_ids, read_model_config
 from mindspeed_odpo.hf.weights import export_folder, hf_to_megatron, megatron_to_hf
 
@@ -64,17 +65,43 @@ def test_qkv_rows_by_hand(tmp_path: Path) -> None:
     assert weights["decoder.layers.0.mlp.linear_fc1.weight"][:, 0].tolist() == [5, 6, 7, 8]
 
 
+def test_interleaved_qkv_rows_by_hand(tmp_path: Path) -> None:
+    """One group of two heads of width 4, rows 0 to 7 of q, 10 to 13 of k, 20 to 23 of v: within each head of q and k
+    halves become neighbours (0 2 1 3), v stays; the biases of Qwen2 too."""
+    shape = {"hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 1}
+    folder = make_tiny_hf(tmp_path, kind="qwen2", **shape)
+    rows = {"q": torch.arange(8.0), "k": torch.arange(10.0, 14.0), "v": torch.arange(20.0, 24.0)}
+    at = "model.layers.0.self_attn."
+    _edit_weights(folder, **{f"{at}{part}_proj.weight": row[:, None] * torch.ones(1, 8) for part, row in rows.items()})
+    _edit_weights(folder, **{f"{at}{part}_proj.bias": row for part, row in rows.items()})
+    weights = dict(hf_to_megatron(folder, replace(read_model_config(folder, "tiny"), rotary_interleaved=True)))
+    expected = [0, 2, 1, 3, 4, 6, 5, 7, 10, 12, 11, 13, 20, 21, 22, 23]
+    assert weights["decoder.layers.0.self_attention.linear_qkv.weight"][:, 0].tolist() == expected
+    assert weights["decoder.layers.0.self_attention.linear_qkv.bias"].tolist() == expected
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("padded", [384, 512])
-def test_there_and_back_is_bit_equal(kind: str, padded: int, tmp_path: Path) -> None:
+def test_there_and_back_is_bit_equal(kind: str, padded: int, interleaved: bool, tmp_path: Path) -> None:
     folder = make_tiny_hf(tmp_path, **KINDS[kind])
-    config = replace(read_model_config(folder, "tiny"), padded_vocab_size=padded)
+    config = replace(read_model_config(folder, "tiny"), padded_vocab_size=padded, rotary_interleaved=interleaved)
     ours = dict(hf_to_megatron(folder, config))
     assert ours["embedding.word_embeddings.weight"].shape == (padded, 32)
     back, source = dict(megatron_to_hf(ours.items(), config)), load_file(folder / "model.safetensors")
     assert back.keys() == source.keys()
     for name, tensor in source.items():
         assert back[name].dtype == tensor.dtype and torch.equal(back[name], tensor), name
+
+
+def test_mutant_rows_moved_the_same_way_on_export(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Moving halves to neighbours a second time is not the way back (heads of 8 channels): the comparison above catches it."""
+    config = replace(read_model_config(tiny, "tiny"), rotary_interleaved=True)
+    ours, source = dict(hf_to_megatron(tiny, config)), load_file(tiny / "model.safetensors")
+    monkeypatch.setattr(weights_module, "_to_halves", weights_module._to_neighbours)
+    back = dict(megatron_to_hf(ours.items(), config))
+    wrong = {name.split(".")[-2] for name in source if not torch.equal(back[name], source[name])}
+    assert wrong == {"q_proj", "k_proj"}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -222,6 +249,7 @@ def test_missing_and_broken_folders(tiny: Path, tmp_path: Path) -> None:
 def test_check_model_config_names_every_difference(tiny: Path) -> None:
     found = read_model_config(tiny, "tiny")
     check_model_config(tiny, replace(found, padded_vocab_size=512, max_position_embeddings=100, norm_epsilon=9.99999974e-06))
+    check_model_config(tiny, replace(found, rotary_interleaved=True))
     with pytest.raises(ConfigError) as caught:
         check_model_config(tiny, replace(found, hidden_size=64, rotary_base=5e5, max_position_embeddings=1024))
     text = str(caught.value)

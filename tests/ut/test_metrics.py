@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from datetime import datetime
+from pathlib import Path
 
 import pytest
 import torch
 
-from mindspeed_odpo.metrics import log_line, step_metrics
-from mindspeed_odpo.pairs import make_pairs
-from mindspeed_odpo.types import Pairs, Rollout, StepStats
+from mindspeed_odpo import device
+
+device.setup()
+
+from mindspeed_odpo.config import PairsConfig  # noqa: E402
+from mindspeed_odpo.engine.forward import pack_rows  # noqa: E402
+from mindspeed_odpo.loss import preference_loss, sft_loss  # noqa: E402
+from mindspeed_odpo.metrics import log_line, step_metrics  # noqa: E402
+from mindspeed_odpo.pairs import make_pairs  # noqa: E402
+from mindspeed_odpo.types import REASONS, Pairs, Rollout, StepStats  # noqa: E402
 
 NAN = float("nan")
-TIMINGS = {"rollout": 2.0, "judge": 1.0, "update": 0.5, "sync": 0.25, "all": 4.0}
+TIMINGS = {"rollout": 2.0, "judge": 1.0, "pairs": 0.125, "update": 0.5, "sync": 0.25, "all": 4.0}
 
 
 def rollout() -> Rollout:
@@ -26,13 +35,16 @@ def rollout() -> Rollout:
     return Rollout(prompt, prompt.bool(), ids, mask, finished, torch.tensor([4, 5, 6]), policy_version=3).check()
 
 
-def metrics(scores: list[list[float]], stats: StepStats, penalty: float = 0.0) -> dict[str, float]:
+def metrics(scores: list[list[float]], stats: StepStats, **options) -> dict[str, float]:
     tensor = torch.tensor(scores)
-    return step_metrics(stats, rollout(), make_pairs(tensor, rollout(), penalty), tensor, TIMINGS, beta=0.1, epoch=0.5)
+    return step_metrics(stats, rollout(), make_pairs(tensor, rollout(), PairsConfig(**options)), tensor, TIMINGS, beta=0.1, epoch=0.5)
 
 
 STATS = StepStats(
-    {"loss": 1.2, "logps_chosen": -20.0, "logps_rejected": -30.0, "ref_logps_chosen": -26.0, "ref_logps_rejected": -28.0, "accuracy": 1.0},
+    {
+        **{"loss": 1.2, "sft": 5.0, "logps_chosen": -20.0, "logps_rejected": -30.0, "accuracy": 1.0},
+        **{"ref_logps_chosen": -26.0, "ref_logps_rejected": -28.0, "reward_chosen": 0.6, "reward_rejected": -0.2},
+    },
     pairs=2,
     grad_norm=1.5,
     lr=2e-5,
@@ -51,7 +63,9 @@ def test_worked_example():
         "rewards/rejected": -0.1,
         "rewards/margins": 0.4,
         "rewards/accuracies": 0.5,
+        "sft_loss": 2.5,
         "objective/kl": 1.0,
+        "objective/entropy": 12.5,
         "reward/score/mean": 2.9 / 6,
         "reward/score/max": 1.0,
         "reward/score/min": 0.0,
@@ -67,16 +81,21 @@ def test_worked_example():
         "pairs/kept": 2,
         "pairs/dropped_tie": 1,
         "pairs/dropped_no_score": 0,
+        "pairs/dropped_empty": 0,
         "pairs/dropped_identical": 0,
+        "pairs/dropped_margin": 0,
+        "pairs/tie_fraction": 1 / 3,
         "grad_norm": 1.5,
         "lr": 2e-5,
         "update_skipped": 0,
+        "update_nonfinite": 0,
         "policy_version": 3,
         "throughput/tokens_per_second": 13 / 4,
         "throughput/rollout_tokens_per_second": 13 / 2,
         "epoch": 0.5,
         "timing/gen": 2.0,
         "timing/ref": 1.0,
+        "timing/adv": 0.125,
         "timing/update_actor": 0.5,
         "timing/sync": 0.25,
         "timing/all": 4.0,
@@ -87,7 +106,7 @@ def test_worked_example():
 
 def test_scores_are_raw_the_margin_is_penalised():
     """Penalty 1 on the unfinished second answers: margin of the second prompt |0.5 - (1 - 1)|, of the first 1 - (-1)."""
-    m = metrics([[1.0, 0.0], [0.5, 1.0], [0.2, 0.2]], STATS, penalty=1.0)
+    m = metrics([[1.0, 0.0], [0.5, 1.0], [0.2, 0.2]], STATS, missing_eos_penalty=1.0)
     assert m["reward/score/mean"] == pytest.approx(2.9 / 6)
     assert m["reward/margin"] == pytest.approx((2.0 + 0.5) / 2)
 
@@ -105,15 +124,120 @@ def test_no_pair_kept_is_nan_not_zero():
     undefined = {name for name, value in m.items() if math.isnan(value)}
     assert undefined == {
         *("actor/pg_loss", "logps/chosen", "logps/rejected", "rewards/chosen", "rewards/rejected", "rewards/margins"),
-        *("rewards/accuracies", "objective/kl", "reward/margin", "reward/score/mean", "reward/score/max", "reward/score/min"),
+        *(
+            "rewards/accuracies",
+            "sft_loss",
+            "objective/kl",
+            "objective/entropy",
+            "reward/margin",
+            "reward/score/mean",
+            "reward/score/max",
+            "reward/score/min",
+        ),
     }
     assert m["update_skipped"] == 1.0 and m["pairs/kept"] == 0.0
 
 
 def test_kept_pairs_alone_make_the_margin():
-    pairs = Pairs(torch.tensor([0, 0, 0]), torch.tensor([1, 1, 1]), torch.tensor([True, False, False]), torch.tensor([0.5, 0.0, 0.0]))
+    pairs = Pairs(*torch.tensor([[[0], [0], [0]], [[1], [1], [1]]]), torch.tensor([[0.5], [9.0], [9.0]]), torch.tensor([[0], [3], [4]]))
     m = step_metrics(STATS, rollout(), pairs, torch.zeros(3, 2), TIMINGS, beta=0.1, epoch=0.0)
     assert m["reward/margin"] == 0.5
+
+
+def test_each_reason_is_counted_under_its_own_name():
+    """Three prompts of five pairs: reason i of REASONS stands i + 1 times, the last one 0 times; all pairs are accounted for."""
+    reason = torch.tensor([0] + [1] * 2 + [2] * 3 + [3] * 4 + [4] * 5).view(3, 5)
+    zero = torch.zeros(3, 5)
+    m = step_metrics(STATS, rollout(), Pairs(zero.long(), zero.long() + 1, zero + 1, reason), zero[:, :2], TIMINGS, beta=0.1, epoch=0.0)
+    counts = [m["pairs/kept"], *(m[f"pairs/dropped_{name}"] for name in REASONS[1:])]
+    assert counts == [1, 2, 3, 4, 5, 0]
+    assert m["pairs/tie_fraction"] == pytest.approx(4 / 15)
+
+
+@pytest.mark.parametrize(("ties", "kept"), [("drop", 1), ("first", 3)])
+def test_the_tie_fraction_counts_ties_that_train_too(ties, kept):
+    """Two of three prompts tie."""
+    m = metrics([[1.0, 0.0], [0.5, 0.5], [0.2, 0.2]], STATS, ties=ties)
+    assert (m["pairs/kept"], m["pairs/tie_fraction"]) == (kept, pytest.approx(2 / 3))
+
+
+def test_without_a_reference_kl_is_nan_and_rewards_are_not():
+    """SimPO: the reference's log-probs are NaN; its rewards, beta times the policy's mean log-prob, are not made from them."""
+    m = metrics([[1.0, 0.0]] * 3, replace(STATS, sums={**STATS.sums, "ref_logps_chosen": NAN, "ref_logps_rejected": NAN}))
+    assert {name for name, value in m.items() if math.isnan(value)} == {"objective/kl"}
+    assert m["rewards/chosen"] == pytest.approx(0.3) and m["rewards/margins"] == pytest.approx(0.4)
+
+
+def test_an_update_left_out_for_a_nan_is_told_apart_from_one_without_pairs():
+    m = metrics([[1.0, 0.0]] * 3, replace(STATS, skipped=True, nonfinite=True))
+    assert (m["update_skipped"], m["update_nonfinite"]) == (1.0, 1.0)
+
+
+def test_recorded_preferences_have_no_scores_and_no_rollout():
+    """No speed of a rollout; no reward, reward margin or tie: a margin of 0 that nobody measured is not a tie. The rest is as ever."""
+    timings = {name: value for name, value in TIMINGS.items() if name in ("pairs", "update", "all")}
+    one = torch.ones(3, 1, dtype=torch.int64)
+    m = step_metrics(
+        STATS, rollout(), Pairs(0 * one, one, torch.zeros(3, 1), 0 * one), torch.full((3, 2), NAN), timings, beta=0.1, epoch=0.0
+    )
+    absent = metrics([[1.0, 0.0]] * 3, STATS).keys() - m.keys()
+    assert absent == {"timing/gen", "timing/ref", "timing/sync", "throughput/rollout_tokens_per_second"}
+    undefined = {name for name, value in m.items() if math.isnan(value)}
+    assert undefined == {"reward/margin", "reward/score/mean", "reward/score/max", "reward/score/min"}
+    assert (m["pairs/kept"], m["pairs/tie_fraction"], m["reward/unscored"]) == (3.0, 0.0, 6.0)
+
+
+def of_a_model(batch: Rollout) -> dict[str, float]:
+    """Metrics with log-probs of a made-up policy and reference, which depend on each token and its position."""
+    scores = torch.tensor([[1.0, 0.0], [0.5, 1.0], [0.2, 0.1]])
+    pairs = make_pairs(scores, batch, PairsConfig())
+    prompt = torch.arange(len(batch))
+    sums, lengths = {}, batch.lengths()
+    for side, which in (("chosen", pairs.chosen[:, 0]), ("rejected", pairs.rejected[:, 0])):
+        rows = pack_rows(batch, prompt, which)
+        seen = rows.ids[rows.row, rows.column]
+        sums[f"logps_{side}"] = rows.sums(-0.1 * (rows.target % 7) - 0.03 * rows.column - 0.01 * seen)
+        sums[f"ref_logps_{side}"] = rows.sums(-0.2 * (rows.target % 5) - 0.02 * rows.column)
+        sums[f"reward_{side}"] = 0.1 * (sums[f"logps_{side}"] - sums[f"ref_logps_{side}"])
+    sides = [sums[f"{model}_{side}"] for model in ("logps", "ref_logps") for side in ("chosen", "rejected")]
+    sums["loss"] = preference_loss(*sides, loss_type="sigmoid", beta=0.1)
+    sums["sft"] = sft_loss(sums["logps_chosen"], lengths[prompt, pairs.chosen[:, 0]])
+    sums["accuracy"] = (sums["reward_chosen"] > sums["reward_rejected"]).float()
+    stats = StepStats({name: float(value.sum()) for name, value in sums.items()}, pairs=int(pairs.keep.sum()))
+    return step_metrics(stats, batch, pairs, scores, TIMINGS, beta=0.1, epoch=0.0)
+
+
+@pytest.mark.parametrize(("left", "right"), [(40, 0), (0, 40), (40, 40)])
+def test_padding_changes_no_metric(left, right):
+    """The same pairs with 40 more columns of padding before the prompts, behind the answers, or both: every number is equal to the bit.
+    The padding holds token ids, so that anything that looked at it would show."""
+    base = rollout()
+    p, k, r = base.response_ids.shape
+    wide = replace(
+        base,
+        prompt_ids=torch.cat([torch.full((p, left), 11), base.prompt_ids], 1),
+        prompt_mask=torch.cat([torch.zeros(p, left, dtype=torch.bool), base.prompt_mask], 1),
+        response_ids=torch.cat([base.response_ids, torch.full((p, k, right), 12)], 2),
+        response_mask=torch.cat([base.response_mask, torch.zeros(p, k, right, dtype=torch.bool)], 2),
+    ).check()
+    assert of_a_model(wide) == of_a_model(base)
+    assert of_a_model(base)["objective/kl"] != 0.0
+
+
+def test_mutant_padding_that_counts_is_seen():
+    """A mask that takes the padding in, as where KL and entropy are summed over whole rows, changes the numbers."""
+    base = rollout()
+    wrong, right = of_a_model(replace(base, response_mask=torch.ones_like(base.response_mask))), of_a_model(base)
+    changed = {name for name in right if wrong[name] != right[name]}
+    assert {"objective/kl", "objective/entropy", "logps/chosen", "rewards/chosen", "actor/pg_loss", "sft_loss"} <= changed
+
+
+def test_the_table_in_the_docs_has_every_metric_and_no_other():
+    """Each row: name, formula, unit, which way is good; no cell is empty."""
+    text = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| `")]
+    assert all(len(row) == 4 and all(row) for row in rows)
+    assert sorted(row[0].strip("`") for row in rows) == sorted(metrics([[1.0, 0.0]] * 3, STATS))
 
 
 def test_log_line_byte_for_byte():

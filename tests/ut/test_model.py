@@ -86,6 +86,72 @@ def test_logits_equal_transformers(kind: str, tmp_path: Path) -> None:
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("kind", ["llama-tied", "llama3-rope", "qwen2-bias", "wide-heads"])
+def test_both_rope_layouts_compute_the_folder(kind: str, interleaved: bool, tmp_path: Path) -> None:
+    """fp32 logits of 3 rows of 100 tokens equal transformers to 1e-5 of their size in either layout, and the model's weights go
+    back into the folder's tensors bit for bit."""
+    from safetensors.torch import load_file
+
+    folder, ids = make_tiny_hf(tmp_path, **KINDS[kind]), _ids(3, 100)
+    model = _load(folder, rotary_interleaved=interleaved)
+    assert model.config.rotary_interleaved == interleaved
+    theirs = _hf_logits(folder, ids)
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids), theirs, atol=1e-5 * theirs.abs().max().item(), rtol=0)
+    returned = dict(megatron_to_hf(named_weights(model), replace(read_model_config(folder, "tiny"), rotary_interleaved=interleaved)))
+    source = load_file(folder / "model.safetensors")
+    assert returned.keys() == source.keys() and all(torch.equal(returned[name], source[name]) for name in source)
+
+
+def test_mutant_rope_layout(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interleaved rope on rows that were not moved, halves on rows that were, angles laid out for halves: each is far from
+    the folder's logits."""
+    ids = _ids(2, 40)
+    right, rope = _load(tiny), PolicyModel._rope
+
+    def wrong(rows: bool, layout: bool) -> PolicyModel:
+        config = read_model_config(tiny, "tiny")
+        model = build_model(replace(config, rotary_interleaved=layout), ParallelConfig(), False, trainable=False)
+        load_named(model, hf_to_megatron(tiny, replace(config, rotary_interleaved=rows)))
+        return model
+
+    with torch.no_grad():
+        expected = right(ids)
+        for rows, layout in ((False, True), (True, False)):
+            assert (wrong(rows, layout)(ids) - expected).abs().max() > 0.1
+        angles = wrong(True, True)
+        torch.testing.assert_close(angles(ids), expected, atol=1e-4, rtol=0)
+        monkeypatch.setattr(PolicyModel, "_rope", lambda self, positions: rope(right, positions))
+        assert (angles(ids) - expected).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_decoder_logits_equal_the_policy_s(interleaved: bool, tiny: Path) -> None:
+    """A weight sync into the rollout's decoder: 12 greedy tokens behind prompts of 9 and 4 tokens, logits to 1e-4."""
+    from mindspeed_odpo.engine.generate import Decoder, uniforms_for
+
+    model = _load(tiny, rotary_interleaved=interleaved, trainable=False)
+    decoder = Decoder(replace(read_model_config(tiny, "tiny"), rotary_interleaved=interleaved), bf16=False)
+    decoder.load_weights(1, named_weights(model))
+    ids, mask, seen = _ids(2, 9), torch.arange(9) >= torch.tensor([[0], [5]]), []
+    answers, _, _ = decoder.generate(
+        ids,
+        mask,
+        num_answers=1,
+        max_new_tokens=12,
+        eos_ids=[],
+        uniforms=uniforms_for(0, 1, torch.arange(2), 1, 12),
+        do_sample=False,
+        watch=lambda j, rows, logits: seen.append(logits.clone()),
+    )
+    for row in range(2):
+        whole = torch.cat([ids[row][mask[row]], answers[row, 0]])
+        with torch.no_grad():
+            expected = model(whole[None])[0, -13:-1]
+        torch.testing.assert_close(torch.stack(seen)[:, row], expected, atol=1e-4, rtol=0)
+
+
 def test_llama3_scaling_by_hand() -> None:
     """d=4, base 10000: speeds 1 and 0.01 turn 628 / 2 pi = 99.95 and 0.9995 times in the original length: with the factors
     1 and 4 the first is kept, the second divided by 8. With low factor 0.5 it keeps (0.9995 - 0.5) / 3.5 of itself."""
@@ -217,6 +283,8 @@ def test_forwarded_keys() -> None:
     assert config.recompute_granularity == "selective"
     with pytest.raises(ConfigError, match="recompute_granularty=full.*did you mean 'recompute_granularity'"):
         transformer_config(_any_config(), ParallelConfig(), False, {"recompute_granularty": "full"})
+    with pytest.raises(ConfigError, match=r"rotary_interleaved=True: fixed to False by the model"):
+        transformer_config(_any_config(), ParallelConfig(), False, {"rotary_interleaved": True})
     with pytest.raises(ConfigError, match=r"hidden_dropout=0.1: fixed to 0.0"):
         transformer_config(_any_config(), ParallelConfig(), False, {"hidden_dropout": 0.1})
 

@@ -15,7 +15,9 @@ def config(placed="separate", train=1, infer=1, ref=1, reward=1, function=True, 
     sizes = {"actor": train, "rollout": infer, "reference": ref, "reward": reward}
     roles = {role: SimpleNamespace(parallel=ParallelConfig(data=size)) for role, size in sizes.items()}
     roles["reward"].functions = (RewardFunction("m:f"),) if function else ()
-    return SimpleNamespace(placement=placed, cpu_threads=cpu_threads, **roles)
+    roles["reward"].load = None if function else "rm"
+    parallel = {role: part.parallel for role, part in roles.items()}
+    return SimpleNamespace(placement=placed, cpu_threads=cpu_threads, roles=tuple(sizes), parallel=parallel.__getitem__, **roles)
 
 
 def test_reference_and_reward_work_side_by_side_and_the_others_take_turns():

@@ -1,22 +1,17 @@
-"""Reward functions and the reward model."""
+"""Reward functions: found, called by name, their scores checked and added up."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
-from byte_tokenizer import BOS, EOS, TEMPLATE, ids, save_tokenizer
-from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+from byte_tokenizer import ids
 
 from mindspeed_odpo.config import RewardFunction
 from mindspeed_odpo.errors import ConfigError, DataError, WorkerError
 from mindspeed_odpo.rewards.function import FunctionReward, load_function
-from mindspeed_odpo.rewards.model import ClassifierReward
 
-torch.set_num_threads(1)
 ANSWERS = ["a", "bb", "ccc", "dddd"]
 
 
@@ -112,6 +107,7 @@ def test_a_required_parameter_without_column(tmp_path):
         judge.check(["prompt", "topic"])
     with pytest.raises(ConfigError, match="needs 'topik'"):
         score(judge, topic=["x"] * 4)
+    judge.check(["prompt", "topik"])
 
 
 def test_positional_only_is_refused(tmp_path):
@@ -200,119 +196,11 @@ def test_an_exception_names_its_line(tmp_path):
     assert isinstance(error.value.__cause__, ValueError)
 
 
-# --- the reward model -----------------------------------------------------------------------------------------------
-
-RM_TEMPLATE = "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}{{ eos_token }}{% endfor %}"
-
-
-def llama(**options) -> LlamaConfig:
-    shape = {"vocab_size": 300, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    return LlamaConfig(**{**shape, "max_position_embeddings": 64, "num_labels": 1, "initializer_range": 0.3, **options})
+def test_parameters_that_cannot_be_read():
+    with pytest.raises(ConfigError, match="reward function 'builtins:max': its parameters cannot be read; wrap it in a Python function"):
+        FunctionReward((RewardFunction("builtins:max"),))
 
 
-@pytest.fixture
-def classifier(tmp_path) -> Path:
-    """A random Llama classifier whose pad id is its EOS id, as many published ones have."""
-    torch.manual_seed(0)
-    LlamaForSequenceClassification(llama(pad_token_id=EOS)).save_pretrained(tmp_path / "rm")
-    return save_tokenizer(tmp_path / "rm", template=RM_TEMPLATE)
-
-
-def by_hand(folder: Path, sequence: list[int]) -> float:
-    """The head on the hidden state of the last token, alone and unpadded."""
-    model = LlamaForSequenceClassification.from_pretrained(folder).float().eval()
-    with torch.no_grad():
-        hidden = model.model(input_ids=torch.tensor([sequence])).last_hidden_state[0, -1]
-        return float(model.score.weight[0] @ hidden)
-
-
-def test_the_model_reads_its_own_template(classifier):
-    judge = ClassifierReward(classifier, 2, bf16=False)
-    assert judge.text("hi", "yo") == "<s>[user] hi</s>[assistant] yo</s>"
-    assert judge.encode("hi", "yo") == [BOS, *ids("[user] hi"), EOS, *ids("[assistant] yo"), EOS]
-    turns = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
-    assert judge.text(turns, "a") == "<s>[system] s</s>[user] u</s>[assistant] a</s>"
-
-
-def test_scores_equal_single_runs_by_hand(classifier):
-    """Sequences end with EOS = pad. transformers alone would score the token before it, and the padding moves nothing."""
-    judge = ClassifierReward(classifier, 3, bf16=False)
-    sequences = [[BOS, *ids("[user] p"), EOS, *ids(f"[assistant] {a}"), EOS] for a in ANSWERS]
-    wanted = [by_hand(classifier, s) for s in sequences]
-    assert score(judge) == pytest.approx(wanted, abs=1e-5)
-    before_eos = [by_hand(classifier, s[:-1]) for s in sequences]
-    assert min(abs(w - b) for w, b in zip(wanted, before_eos, strict=True)) > 1e-3  # the mistake would show
-
-
-def test_micro_batches_change_nothing(classifier):
-    one, all_at_once = (score(ClassifierReward(classifier, m, bf16=False)) for m in (1, 4))
-    assert one == pytest.approx(all_at_once, abs=1e-5)
-
-
-def test_bf16_is_near(classifier):
-    low, full = (score(ClassifierReward(classifier, 4, bf16=b)) for b in (True, False))
-    assert low != full and low == pytest.approx(full, abs=0.05 * max(map(abs, full)) + 0.02)
-
-
-def test_without_template_texts_are_joined(classifier):
-    save_tokenizer(classifier, template=None)
-    (classifier / "chat_template.jinja").unlink(missing_ok=True)
-    judge = ClassifierReward(classifier, 2, bf16=False)
-    assert judge.encode("hi ", "yo") == [BOS, *ids("hi yo")]
-
-
-def test_an_encoder_classifier(tmp_path):
-    """The head of BERT reads the first token; nothing in our padding depends on Llama."""
-    torch.manual_seed(0)
-    config = BertConfig(vocab_size=300, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, num_labels=1)
-    model = BertForSequenceClassification(config).eval()
-    model.save_pretrained(tmp_path)
-    judge = ClassifierReward(save_tokenizer(tmp_path, template=TEMPLATE), 4, bf16=False)
-    with torch.no_grad():
-        wanted = [float(model(input_ids=torch.tensor([judge.encode("p", a)])).logits) for a in ANSWERS]
-    assert score(judge) == pytest.approx(wanted, abs=1e-5)
-
-
-def test_num_labels_must_be_one(tmp_path):
-    LlamaForSequenceClassification(llama(num_labels=3)).save_pretrained(tmp_path)
-    save_tokenizer(tmp_path)
-    with pytest.raises(ConfigError, match="num_labels is 3, expected 1"):
-        ClassifierReward(tmp_path, 2, bf16=False)
-
-
-def test_a_language_model_without_head_is_refused(tmp_path):
-    """transformers would draw the head at random and score noise."""
-    LlamaForCausalLM(llama(tie_word_embeddings=True)).save_pretrained(tmp_path)
-    save_tokenizer(tmp_path)
-    with pytest.raises(DataError, match=r"1 weights are missing \(score.weight\)"):
-        ClassifierReward(tmp_path, 2, bf16=False)
-
-
-def test_a_missing_folder(tmp_path):
-    with pytest.raises(DataError, match="reward model folder .*gone: no config.json"):
-        ClassifierReward(tmp_path / "gone", 2, bf16=False)
-
-
-def test_too_long_is_an_error_not_a_cut(classifier):
-    judge = ClassifierReward(classifier, 2, bf16=False)
-    with pytest.raises(WorkerError, match="prompt and answer 1 have 103 tokens, it takes 64"):
-        score(judge, answers=["a", "x" * 80])
-
-
-def test_a_tokenizer_of_another_model(tmp_path):
-    LlamaForSequenceClassification(llama(vocab_size=100)).save_pretrained(tmp_path)
-    save_tokenizer(tmp_path)
-    with pytest.raises(DataError, match="its tokenizer has 266 ids, its embedding 100 rows"):
-        ClassifierReward(tmp_path, 2, bf16=False)
-
-
-def test_a_model_that_gives_nan(classifier):
-    judge = ClassifierReward(classifier, 2, bf16=False)
-    judge.model.score.weight.data.fill_(float("nan"))
-    with pytest.raises(WorkerError, match="score 0 is nan"):
-        score(judge)
-
-
-def test_scores_are_plain_floats(classifier):
-    scores = score(ClassifierReward(classifier, 2, bf16=False))
-    assert all(type(s) is float for s in scores) and np.float32(scores[0]) == scores[0]
+def test_a_file_in_a_folder_that_is_not_there(tmp_path):
+    with pytest.raises(ConfigError, match="no file .*/gone/r.py$"):
+        load_function(f"{tmp_path}/gone/r.py:f")

@@ -17,13 +17,13 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from mindspeed_odpo.config import DataConfig, PairsConfig
 from mindspeed_odpo.data.prompts import Prompts
+from mindspeed_odpo.engine.forward import STATS
 from mindspeed_odpo.errors import DataError, WorkerError
 from mindspeed_odpo.pairs import make_pairs
 from mindspeed_odpo.report.run_log import RunLog, free_run_dir
 from mindspeed_odpo.types import Pairs, Rollout, StepStats
 
 NAN = float("nan")
-SUMS = ("loss", "logps_chosen", "logps_rejected", "ref_logps_chosen", "ref_logps_rejected", "accuracy")
 SCORES = [[1.0, 0.0], [NAN, 0.5], [0.5, 0.5], [0.1, 0.2]]
 PROMPTS = ["one \U0001f600", [{"role": "user", "content": "two"}], "three", "four"]
 
@@ -41,7 +41,6 @@ def config(run_dir: Path, iterations: int = 3) -> SimpleNamespace:
         run_dir=run_dir,
         train_iters=iterations,
         pairs=PairsConfig(),
-        actor=SimpleNamespace(loss=SimpleNamespace(beta=0.1)),
         data=SimpleNamespace(prompt_key="ask"),
     )
 
@@ -63,8 +62,9 @@ def iteration(log: RunLog, prompts: Prompts, step: int, loss: float = 0.7, score
         with timed("update"):
             pass
     tensor = torch.tensor(scores)
-    pairs: Pairs = make_pairs(tensor, rollout)
-    return log.record(rollout, tensor, pairs, StepStats({**dict.fromkeys(SUMS, 0.0), "loss": loss}, pairs=int(pairs.keep.sum())))
+    pairs: Pairs = make_pairs(tensor, rollout, PairsConfig())
+    stats = StepStats({**dict.fromkeys(STATS, 0.0), "loss": loss}, pairs=int(pairs.keep.sum()))
+    return log.record(rollout, tensor, pairs, stats, beta=0.1)
 
 
 def rows(path: Path) -> list[dict]:
@@ -129,7 +129,7 @@ def test_phases_are_timed(tmp_path, prompts):
             time.sleep(0.02)
         rollout = answers(prompts, 1)
         scores = torch.tensor(SCORES)
-        m = log.record(rollout, scores, make_pairs(scores, rollout), StepStats(dict.fromkeys(SUMS, 0.0), pairs=1))
+        m = log.record(rollout, scores, make_pairs(scores, rollout, PairsConfig()), StepStats(dict.fromkeys(STATS, 0.0), pairs=1), 0.1)
     assert m["timing/gen"] >= 0.04 and m["timing/ref"] < 0.02 and m["timing/all"] >= 0.06
 
 
@@ -139,6 +139,7 @@ def test_resume_cuts_what_a_checkpoint_does_not_know(tmp_path, prompts):
     with RunLog(config(run), 0, prompts) as log:
         for step in (1, 2, 3):
             iteration(log, prompts, step)
+    time.sleep(1.1)  # TensorBoard reads event files in the order of their names, which hold whole seconds
     with RunLog(config(run), 1, prompts) as log:
         iteration(log, prompts, 2, loss=0.1)
     assert [(row["step"], row["actor/pg_loss"]) for row in rows(run / "metrics.jsonl")] == [(1, 0.7), (2, 0.1)]
@@ -217,7 +218,7 @@ def test_answers_to_other_prompts_end_the_run(tmp_path, prompts):
         with pytest.raises(
             WorkerError, match=r"iteration 1: the rollout answered the prompts \[1, 0, 2, 3\] .* its batch has \[0, 1, 2, 3\]"
         ):
-            log.record(rollout, scores, make_pairs(scores, rollout), StepStats(dict.fromkeys(SUMS, 0.0), pairs=1))
+            log.record(rollout, scores, make_pairs(scores, rollout, PairsConfig()), StepStats(dict.fromkeys(STATS, 0.0), pairs=1), 0.1)
 
 
 def test_summary_compares_start_and_end(tmp_path, prompts, capsys):

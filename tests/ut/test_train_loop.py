@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mindspeed_odpo.config import PairsConfig, SaveConfig
+from mindspeed_odpo.config import LossConfig, PairsConfig, SaveConfig
 from mindspeed_odpo.loss import preference_loss
 from mindspeed_odpo.train import train
 from mindspeed_odpo.types import PromptBatch, Rollout, StepStats
@@ -29,6 +29,7 @@ class World:
         self.served_version = -1
         self.calls: list[str] = []
         self.scores: list[float] = []
+        self.betas: list[float] = []
         self.random = torch.Generator().manual_seed(0)
         self.actor = SimpleNamespace(update=self.update, save=lambda step: self.calls.append(f"save {step}"))
         self.rollout = SimpleNamespace(generate=self.generate)
@@ -55,19 +56,21 @@ class World:
         self.calls.append("logps")
         return torch.zeros(VOCAB).log_softmax(0)[rollout.response_ids].sum(-1)
 
-    def update(self, batch, step: int) -> StepStats:
+    def update(self, batch, step: int, beta: float) -> StepStats:
         self.calls.append(f"update {step}")
+        self.betas.append(beta)
         batch.check()
         logps = self.policy.log_softmax(0)[batch.rollout.response_ids].sum(-1)
-        row, (c, r) = torch.arange(P), (batch.pairs.chosen, batch.pairs.rejected)
+        row, (c, r) = torch.arange(P), (batch.pairs.chosen[:, 0], batch.pairs.rejected[:, 0])
+        keep = batch.pairs.keep[:, 0]
         ref = batch.ref_logps
-        each = preference_loss(logps[row, c], logps[row, r], ref[row, c], ref[row, r], loss_type="sigmoid", beta=0.5)
-        kept = int(batch.pairs.keep.sum())
-        (each * batch.pairs.keep).sum().div(max(kept, 1)).backward()
+        each = preference_loss(logps[row, c], logps[row, r], ref[row, c], ref[row, r], loss_type="sigmoid", beta=beta)
+        kept = int(keep.sum())
+        (each * keep).sum().div(max(kept, 1)).backward()
         with torch.no_grad():
             self.policy -= 1.0 * self.policy.grad
             self.policy.grad = None
-        return StepStats({"loss": float((each * batch.pairs.keep).sum())}, kept)
+        return StepStats({"loss": float((each * keep).sum())}, kept)
 
 
 class Log:
@@ -85,7 +88,7 @@ class Log:
 
         yield timed
 
-    def record(self, rollout, scores, pairs, stats) -> None:
+    def record(self, rollout, scores, pairs, stats, beta) -> None:
         self.losses.append(stats.mean("loss"))
         self.versions.append(rollout.policy_version)
 
@@ -95,11 +98,17 @@ def prompts(step: int) -> PromptBatch:
     return PromptBatch(step, ids, ids.bool(), torch.arange(P), torch.arange(P), ({"prompt": "x"},) * P)
 
 
-def run(iterations: int, first: int = 0, save_interval: int = 0) -> tuple[World, Log]:
-    config = SimpleNamespace(train_iters=iterations, pairs=PairsConfig(), save=SaveConfig(interval=save_interval, checkpoint_at_end=False))
+def run(iterations: int, first: int = 0, save_interval: int = 0, beta: tuple[float, ...] = (0.5,)) -> tuple[World, Log]:
+    config = SimpleNamespace(
+        train_iters=iterations,
+        seed=0,
+        pairs=PairsConfig(),
+        actor=SimpleNamespace(loss=LossConfig(beta=beta)),
+        save=SaveConfig(interval=save_interval, checkpoint_at_end=False),
+    )
     world, log = World(), Log()
     world.sync_weights(first)
-    train(config, world, SimpleNamespace(batch=prompts), log, first)
+    train(config, world, SimpleNamespace(batch=prompts, epoch_index=lambda step: (step - 1) // 3), log, first)
     return world, log
 
 
@@ -127,6 +136,12 @@ def test_after_a_resume_numbering_goes_on():
     world, log = run(5, first=3)
     assert [call for call in world.calls if call.startswith(("sync", "update"))] == ["sync 3", "update 4", "sync 4", "update 5", "sync 5"]
     assert log.versions == [3, 4]
+
+
+def test_beta_follows_the_epoch_also_after_a_resume():
+    """Three iterations an epoch: one value an epoch, the last one holds; a run resumed in epoch 1 has that epoch's."""
+    assert run(7, beta=(0.1, 0.05))[0].betas == [0.1] * 3 + [0.05] * 4
+    assert run(7, first=4, beta=(0.1, 0.05))[0].betas == [0.05] * 3
 
 
 def test_checkpoints_fall_on_the_interval():

@@ -11,30 +11,17 @@ from dataclasses import replace
 import problem
 import pytest
 import torch
-from tiny import make_tiny_hf
 
 from mindspeed_odpo import pairs as pairs_module
-from mindspeed_odpo.engine import forward, parallel
+from mindspeed_odpo.config import PairsConfig
+from mindspeed_odpo.engine import forward
 from mindspeed_odpo.engine import logprobs as logprobs_module
 from mindspeed_odpo.engine import model as model_module
 from mindspeed_odpo.types import TrainBatch
 
 CPU = torch.device("cpu")
+pytestmark = pytest.mark.usefixtures("single_rank")
 PADDED = 400  # 16 rows of the embedding stand for no token
-
-
-@pytest.fixture(scope="module", autouse=True)
-def group():
-    torch.set_num_threads(1)
-    parallel.init_single()
-    yield
-    parallel.destroy()
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    root = tmp_path_factory.mktemp("hf")
-    return make_tiny_hf(root / "policy", seed=1), make_tiny_hf(root / "reference", seed=2)
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +31,7 @@ def exact(folders):
 
 def batch_of(reference, rollout):
     ref = forward.answer_logps(reference.model, rollout, 2, CPU)
-    return TrainBatch(rollout, pairs_module.make_pairs(problem.scores(), rollout, problem.PENALTY), ref)
+    return TrainBatch(rollout, pairs_module.make_pairs(problem.scores(), rollout, problem.PAIRS_CONFIG), ref)
 
 
 def run(folders, micro_batch_size=2, left=0, right=0):
@@ -65,9 +52,9 @@ def run(folders, micro_batch_size=2, left=0, right=0):
 def compare(exact, result):
     """The whole comparison that right code passes and each mutant fails."""
     stats, before, batch, _ = result
-    assert batch.pairs.keep.tolist() == problem.KEEP
+    assert batch.pairs.keep.squeeze(1).tolist() == problem.KEEP
     kept = torch.tensor(problem.KEEP)
-    assert batch.pairs.chosen[kept].tolist() == torch.tensor(problem.CHOSEN)[kept].tolist()
+    assert batch.pairs.chosen.squeeze(1)[kept].tolist() == torch.tensor(problem.CHOSEN)[kept].tolist()
     assert stats.pairs == 5
     torch.testing.assert_close(before, exact.logps, rtol=1e-5, atol=1e-4)
     torch.testing.assert_close(batch.ref_logps, exact.ref_logps, rtol=1e-5, atol=1e-4)
@@ -110,7 +97,7 @@ def test_without_a_kept_pair_nothing_moves(folders):
     policy, reference = problem.load(folders[0], True), problem.load(folders[1], False)
     before = policy.weights()
     rollout = problem.rollout()
-    pairs = pairs_module.make_pairs(torch.zeros(problem.PAIRS, 2), rollout)
+    pairs = pairs_module.make_pairs(torch.zeros(problem.PAIRS, 2), rollout, PairsConfig())
     stats = problem.step(policy, TrainBatch(rollout, pairs, forward.answer_logps(reference.model, rollout, 2, CPU)))
     assert stats.skipped and stats.pairs == 0
     assert all(torch.equal(value, before[name]) for name, value in policy.weights().items())
@@ -137,7 +124,7 @@ def test_a_nan_weight_stops_the_step_and_leaves_the_rest(folders):
     with torch.no_grad():
         policy.model.decoder.final_layernorm.weight[0] = float("nan")
     before = policy.weights()
-    with pytest.raises(WorkerError, match="loss is nan over 5 pairs"):
+    with pytest.raises(WorkerError, match="loss nan, .* over 5 pairs .*nothing was updated"):
         problem.step(policy, batch)
     for name, value in policy.weights().items():
         assert torch.equal(value.nan_to_num(7.0), before[name].nan_to_num(7.0)), name
@@ -149,21 +136,19 @@ _loss, _pack, _sums, _make = forward.preference_loss, forward.pack_rows, forward
 _token_logps = logprobs_module.token_logps
 
 
-def _always_first(scores, rollout, penalty=0.0):
-    return replace(
-        _make(scores, rollout, penalty),
-        chosen=torch.zeros(len(rollout), dtype=torch.int64),
-        rejected=torch.ones(len(rollout), dtype=torch.int64),
-    )
+def _always_first(*args):
+    got = _make(*args)
+    return replace(got, chosen=torch.zeros_like(got.chosen), rejected=torch.ones_like(got.rejected))
 
 
-def _across_prompts(scores, rollout, penalty=0.0):
-    got = _make(scores, rollout, penalty)
-    return replace(got, chosen=got.chosen.roll(1), rejected=got.rejected.roll(1))
+def _across_prompts(*args):
+    got = _make(*args)
+    return replace(got, chosen=got.chosen.roll(1, 0), rejected=got.rejected.roll(1, 0))
 
 
-def _train_on_ties(scores, rollout, penalty=0.0):
-    return replace(_make(scores, rollout, penalty), keep=torch.ones(len(rollout), dtype=torch.bool))
+def _train_on_ties(*args):
+    got = _make(*args)
+    return replace(got, reason=torch.zeros_like(got.reason))
 
 
 def _shifted(by):
@@ -206,8 +191,12 @@ MUTANTS = {
     "pairs_scrambled": (pairs_module, "make_pairs", _across_prompts),
     "first_sample_is_chosen": (pairs_module, "make_pairs", _always_first),
     "ties_train": (pairs_module, "make_pairs", _train_on_ties),
-    "eos_penalty_ignored": (pairs_module, "make_pairs", lambda s, r, p=0.0: _make(s, r, 0.0)),
-    "eos_penalty_flipped": (pairs_module, "make_pairs", lambda s, r, p=0.0: _make(s, r, -p)),
+    "eos_penalty_ignored": (pairs_module, "make_pairs", lambda s, r, c: _make(s, r, PairsConfig())),
+    "eos_penalty_flipped": (
+        pairs_module,
+        "make_pairs",
+        lambda s, r, c: _make(s, r, replace(c, missing_eos_penalty=-c.missing_eos_penalty)),
+    ),
     "mask_late_by_one": (forward, "pack_rows", _shifted(1)),
     "mask_early_by_one": (forward, "pack_rows", _shifted(-1)),
     "eos_not_counted": (forward, "pack_rows", _without_eos),
@@ -216,7 +205,7 @@ MUTANTS = {
     "padded_vocabulary_in_softmax": (model_module, "token_logps", lambda h, w, t, v: _token_logps(h, w, t, PADDED)),
     "tempered_log_probs": (model_module, "token_logps", lambda h, w, t, v: _token_logps(h / 0.7, w, t, v)),
     "averaged_over_ranks_twice": (forward, "dp_size", lambda: 2),
-    "micro_batches_averaged_unevenly": (forward, "_micro_batches", lambda b, m: [b.pairs.keep.nonzero().squeeze(1)[:3]]),
+    "micro_batches_averaged_unevenly": (forward, "_micro_batches", lambda b, m: [b.pairs.keep.nonzero()[:3]]),
 }
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mindspeed_odpo.errors import WorkerError
-from mindspeed_odpo.types import Pairs, PromptBatch, Rollout, StepStats, TrainBatch
+from mindspeed_odpo.types import REASONS, Pairs, PromptBatch, Rollout, StepStats, TrainBatch
 
 
 def rollout(p: int = 4, s: int = 3, k: int = 2, r: int = 5, version: int = 1, start: int = 0) -> Rollout:
@@ -26,7 +26,8 @@ def rollout(p: int = 4, s: int = 3, k: int = 2, r: int = 5, version: int = 1, st
 
 
 def batch(p: int = 4) -> TrainBatch:
-    pairs = Pairs(torch.zeros(p, dtype=torch.int64), torch.ones(p, dtype=torch.int64), torch.ones(p, dtype=torch.bool), torch.ones(p))
+    zeros = torch.zeros(p, 1, dtype=torch.int64)
+    pairs = Pairs(chosen=zeros, rejected=zeros + 1, margin=torch.ones(p, 1), reason=zeros)
     return TrainBatch(rollout(p), pairs, torch.arange(2.0 * p).view(p, 2))
 
 
@@ -36,9 +37,28 @@ def test_a_wrong_field_is_named_with_expected_and_got():
         wrong.check()
 
 
+def test_an_unknown_reason_is_refused():
+    wrong = replace(batch(), pairs=replace(batch().pairs, reason=torch.full((4, 1), len(REASONS))))
+    with pytest.raises(WorkerError, match=rf"Pairs.reason: indexes lie in 0..{len(REASONS) - 1}"):
+        wrong.check()
+
+
+def test_a_loss_mask_lies_within_the_answer_and_travels():
+    mask = torch.ones(4, 2, 5, dtype=torch.bool)
+    mask[..., 0] = False
+    whole = replace(rollout(), loss_mask=mask)
+    assert whole.check().counted_lengths().tolist() == [[4, 4]] * 4 and whole.lengths().tolist() == [[5, 5]] * 4
+    wider = Rollout.concat([whole.select([0]), replace(rollout(1, r=7, start=1), loss_mask=torch.ones(1, 2, 7, dtype=torch.bool))])
+    assert wider.counted_lengths().tolist() == [[4, 4], [7, 7]]
+    with pytest.raises(WorkerError, match="Rollout.loss_mask: counts tokens that response_mask calls padding"):
+        replace(whole, response_mask=torch.zeros(4, 2, 5, dtype=torch.bool)).check()
+    with pytest.raises(WorkerError, match="some parts have a loss_mask and some have none"):
+        Rollout.concat([whole, rollout()])
+
+
 def test_a_pair_that_points_past_the_answers_is_refused():
-    wrong = replace(batch(), pairs=replace(batch().pairs, chosen=torch.full((4,), 2)))
-    with pytest.raises(WorkerError, match=r"indexes lie in 0..1 \(K=2 answers\), got 1..2"):
+    wrong = replace(batch(), pairs=replace(batch().pairs, chosen=torch.full((4, 1), 2)))
+    with pytest.raises(WorkerError, match=r"indexes lie in 0..1 \(K=2 answers\), got 2..2"):
         wrong.check()
 
 
