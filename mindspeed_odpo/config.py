@@ -174,6 +174,11 @@ class RolloutConfig:
     replay: Path | None = None
     """``completions.jsonl`` of a run, for the engine ``replay``."""
 
+    @property
+    def seq_length(self) -> int:
+        """Longest prompt + answer, tokens."""
+        return self.max_prompt_length + self.max_new_tokens
+
 
 @dataclass(frozen=True)
 class ReferenceConfig:
@@ -563,6 +568,8 @@ class _Parser:
         else:
             infer, ref, reward = self.get(ACTOR, "num_gpus_for_infer", 1), pools["ref"] or 1, pools["reward"] or 1
             both = pools["actor_rollout"]
+            if self.get(TRAINING, "stage") == "ray_dpo" and both == train:
+                both = None  # nobody answers, and no rank has to be set aside for it
             if both is not None and train + infer != both:
                 raise ConfigError(
                     f"{POOL}.actor_rollout: {both} ranks, but num_gpus_for_train {train} + num_gpus_for_infer {infer} = {train + infer}: "
@@ -641,6 +648,11 @@ class _Parser:
         if warmup and fraction:
             raise ConfigError(f"{ACTOR}.lr_warmup_iters {warmup} and lr_warmup_fraction {fraction:g} say the same thing: set one of them")
         warmup = warmup or int(fraction * (decay or iters))
+        if get(ACTOR, "lr_decay_style") == "minimind" and (warmup or min_lr):
+            raise ConfigError(
+                f"{ACTOR}.lr_decay_style: minimind has neither warm-up nor min_lr, got a warm-up of {warmup} iterations and min_lr "
+                f"{min_lr:g}: set both to 0, or take lr_decay_style: cosine"
+            )
         # A constant rate has nothing to decay: a short trial run inside the warm-up is fine there.
         if get(ACTOR, "lr_decay_style") != "constant" and warmup and warmup >= (decay or iters):
             raise ConfigError(f"{ACTOR}.lr_warmup_iters {warmup} must be smaller than the {decay or iters} iterations of the decay")

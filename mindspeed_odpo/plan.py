@@ -18,7 +18,8 @@ def describe(config: Config) -> str:
     share = config.global_batch_size // r.parallel.data
     call = min(r.prompts_per_call or share, share)
     limits = [f"top_p {r.top_p:g}"] * (r.top_p < 1) + [f"top_k {r.top_k}"] * (r.top_k > 0)
-    decay = "constant" if o.lr_decay_style == "constant" else f"{o.lr_decay_style} to {o.min_lr:g}"
+    ends = {"minimind": o.lr / 10}.get(o.lr_decay_style, o.min_lr)
+    decay = "constant" if o.lr_decay_style == "constant" else f"{o.lr_decay_style} to {ends:g}"
     rows = [
         ("model", f"{_architecture(a.model)}; {'bf16, fp32 masters and reductions' if config.bf16 else 'fp32'}"),
         ("policy from", f"{a.load}{' (weights only)' if a.finetune else ''}"),
@@ -59,7 +60,7 @@ def _online_rows(config: Config, sequences: int, limits: list[str]) -> list[tupl
     selects = {"best_worst": "best against worst answer", "best_random": "best against a random worse answer", "all": "every two answers"}
     return [
         *answers,
-        ("tokens", f"seq_length {r.max_prompt_length + r.max_new_tokens} = prompt {r.max_prompt_length} + answer {r.max_new_tokens}"),
+        ("tokens", f"seq_length {r.seq_length} = prompt {r.max_prompt_length} + answer {r.max_new_tokens}"),
         ("reward", _reward_line(config)),
         ("pairs", "; ".join([selects[pairs.select], *other, *margin])),
         ("prompts", f"{config.data.path} ['{config.data.prompt_key}'], {_order(config)}"),
@@ -70,7 +71,7 @@ def _offline_rows(config: Config) -> list[tuple[str, str]]:
     data = config.data
     masks = {"answer": "the last turn counts", "dialogue": "every assistant turn counts", "dialogue_shifted": "assistant turns, off by one"}
     return [
-        ("tokens", f"seq_length {config.rollout.max_prompt_length + 1}; {masks[data.answer_mask]}"),
+        ("tokens", f"seq_length {config.rollout.seq_length}; {masks[data.answer_mask]}"),
         ("preferences", f"{data.path} ['{data.chosen_key}' over '{data.rejected_key}'], {_order(config)}"),
     ]
 
@@ -144,7 +145,7 @@ def _memory(config: Config) -> str:
     """Bytes of one rank: weights, gradients (fp32), masters and moments; weights; weights. Activations come on top."""
     width = 2 if config.bf16 else 4
     n, r = parameters(config.actor.model), config.rollout
-    cache = 2 * r.model.num_layers * r.model.num_query_groups * r.model.kv_channels * width * (r.max_prompt_length + r.max_new_tokens)
+    cache = 2 * r.model.num_layers * r.model.num_query_groups * r.model.kv_channels * width * r.seq_length
     share = config.global_batch_size // r.parallel.data
     rows = min(r.prompts_per_call or share, share) * r.num_answers
     sizes = {

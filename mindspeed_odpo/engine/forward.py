@@ -35,7 +35,7 @@ STATS = (
 class Rows:
     """N packed sequences ``[prompt, answer, right padding]`` and the positions that predict their answers' counted tokens.
 
-    ``ids`` i64 ``[N,T]``; the last answer token is not fed, nothing follows it. ``row``, ``column``, ``target``: i64
+    ``ids`` i64 ``[N,T]``; the longest row's last answer token is not fed, nothing follows it. ``row``, ``column``, ``target``: i64
     ``[A]``, for every answer token that counts of every row: it is ``target`` and is predicted at ``ids[row, column]``.
     Padding stands on the right alone, so a causal mask is all the attention needs and positions count from 0: the
     numbers cannot depend on how wide a batch was padded.

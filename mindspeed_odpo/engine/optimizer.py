@@ -14,7 +14,6 @@ from megatron.core.transformer.module import Float16Module
 from torch import nn
 
 from mindspeed_odpo.config import OptimizerConfig
-from mindspeed_odpo.errors import ConfigError
 
 
 def wrap_for_training(model: nn.Module, bf16: bool) -> DistributedDataParallel:
@@ -62,13 +61,8 @@ class Schedule:
     """
 
     def __init__(self, optimizer: MegatronOptimizer, config: OptimizerConfig, train_iters: int) -> None:
-        minimind = config.lr_decay_style == "minimind"
-        if minimind and (config.lr_warmup_iters or config.min_lr):
-            raise ConfigError(
-                f"lr_decay_style: minimind has neither warm-up nor min_lr, got lr_warmup_iters {config.lr_warmup_iters} and min_lr "
-                f"{config.min_lr:g}: set both to 0, or take lr_decay_style: cosine"
-            )
-        self._scheduler = (_MiniMindScheduler if minimind else OptimizerParamScheduler)(
+        kind = _MiniMindScheduler if config.lr_decay_style == "minimind" else OptimizerParamScheduler
+        self._scheduler = kind(
             optimizer,
             init_lr=0.0,
             max_lr=config.lr,

@@ -85,8 +85,7 @@ class Host:
         """The same for recorded preferences: folders, architecture, every row."""
         self._check_models()
         config = self.config
-        seq_length = config.rollout.max_prompt_length + config.rollout.max_new_tokens
-        return Preferences(config.data, self.tokenizer(), self.eos_ids(), seq_length, config.global_batch_size, config.seed)
+        return Preferences(config.data, self.tokenizer(), self.eos_ids(), config.rollout.seq_length, config.global_batch_size, config.seed)
 
     def _check_models(self) -> None:
         config = self.config

@@ -87,7 +87,10 @@ class Actor:
     def _facts(self) -> dict[str, Any]:
         """What the order of prompts and answers depends on; a resume with other facts is another run."""
         config = self.config
-        return {"seed": config.seed, "global_batch_size": config.global_batch_size, "data": config.data.path.name}
+        facts = {"seed": config.seed, "global_batch_size": config.global_batch_size, "data": config.data.path.name}
+        if config.stage == "ray_dpo":
+            facts |= {"answer_mask": config.data.answer_mask, "seq_length": config.rollout.seq_length}
+        return facts
 
     def export_hf(self, folder: Path) -> Path:
         """The policy as a Hugging Face folder, with the tokenizer; written by the first rank."""

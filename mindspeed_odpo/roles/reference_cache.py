@@ -49,7 +49,7 @@ class ReferenceCache:
         config, data = self.config, self.config.data
         settings = {
             "answer_mask": data.answer_mask,
-            "seq_length": config.rollout.max_prompt_length + config.rollout.max_new_tokens,
+            "seq_length": config.rollout.seq_length,
             "precision": "bf16" if config.bf16 else "fp32",
             "columns": f"{data.prompt_key}/{data.chosen_key}/{data.rejected_key}",
         }

@@ -14,6 +14,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,13 +74,16 @@ class Run:
         return load_file(self.folder / "policy_hf" / "model.safetensors")
 
 
+def environment(mark: str) -> dict[str, str]:
+    """A user's environment with this Python, a Ray of its own, and a mark to find the run's processes by."""
+    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)]))
+    return {**os.environ, "PYTHON": sys.executable, "RAY_ADDRESS": "local", "ODPO_RUN_MARK": mark, "PYTHONPATH": path}
+
+
 def launch(script: str, folder: Path, *overrides: str, tiny: Path | None = None, seconds: float = 240) -> Run:
     """Run a shell script as a user would; every process that carries this run's mark afterwards is left over."""
     mark = uuid.uuid4().hex
-    env = {**os.environ, "PYTHON": sys.executable, "RAY_ADDRESS": "local", "ODPO_RUN_MARK": mark, "PYTHONPATH": str(ROOT)}
-    core = os.environ.get("PYTHONPATH")
-    if core:
-        env["PYTHONPATH"] = f"{core}{os.pathsep}{ROOT}"
+    env = environment(mark)
     if tiny is not None:
         env["ODPO_TINY"] = str(tiny)
     command = ["bash", str(SCRIPTS / script), f"training.run_dir={folder}", *overrides]
@@ -321,6 +325,33 @@ def test_real_weights_for_three_iterations(tmp_path):
     answers = [answer for row in run.completions() for answer in row["answers"]]
     assert sum(" " in answer for answer in answers) >= len(answers) - 2, answers
     assert run.left_over == []
+
+
+def test_a_rank_that_dies_ends_the_run_in_one_line(tiny, tmp_path):
+    """Killed from outside, as by a machine that runs out of memory, after the first iteration: what was done stays on disk."""
+    mark, out = uuid.uuid4().hex, tmp_path / "out"
+    env = {**environment(mark), "ODPO_TINY": str(tiny)}
+    command = ["bash", str(SCRIPTS / "online_dpo_tiny.sh"), f"training.run_dir={tmp_path / 'run'}", "training.train_iters=100000"]
+    with out.open("w") as stdout, (tmp_path / "err").open("w") as stderr:
+        process = subprocess.Popen(command, env=env, stdout=stdout, stderr=stderr, cwd=tmp_path)
+    try:
+        deadline = time.monotonic() + 120
+        while "iteration: 2 /" not in out.read_text():
+            assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "err").read_text()
+            time.sleep(0.1)
+        ranks = [p for p in psutil.process_iter(["cmdline"]) if "ray::RankWorker" in " ".join(p.info["cmdline"] or [])]
+        mine = [p for p in ranks if p.environ().get("ODPO_RUN_MARK") == mark]
+        assert len(mine) == 1
+        mine[0].kill()
+        code = process.wait(60)
+    finally:
+        process.kill()
+        left = marked(mark)
+        for other in left:
+            other.kill()
+    run = Run(code, out.read_text(), (tmp_path / "err").read_text(), tmp_path / "run", [str(p) for p in left])
+    told_in_one_line(run, r"failed: a rank's process died")
+    assert len(run.metrics()) >= 2
 
 
 WRONG = {

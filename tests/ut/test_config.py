@@ -547,6 +547,19 @@ def test_only_the_roles_that_are_needed_run(tree: dict[str, Any]) -> None:
     assert "preferences" in plan and "reward" not in plan and "sampling" not in plan
 
 
+def test_the_minimind_schedule_takes_no_warm_up_and_no_floor(tree: dict[str, Any]) -> None:
+    """Its end is a tenth of lr, and the plan says so."""
+    assert "neither warm-up nor min_lr" in error_of(tree, A__lr_decay_style="minimind", A__min_lr=1e-8)
+    assert "neither warm-up nor min_lr" in error_of(tree, A__lr_decay_style="minimind", A__lr_warmup_iters=2)
+    assert "lr 0.001 minimind to 0.0001" in describe(parse(with_keys(tree, A__lr_decay_style="minimind", A__lr=1e-3), "test"))
+
+
+def test_offline_dpo_sets_no_rank_aside_for_a_rollout(tree: dict[str, Any]) -> None:
+    settings = {"training__stage": "ray_dpo", "A__num_gpus_for_train": 2, "resource_pool__actor_rollout": [2]}
+    offline = {key: value for key, value in with_keys(tree, **settings).items() if key != "reward"}
+    assert "separate: actor 2 ranks, reference 1 rank; 3 ranks in all" in describe(parse(offline, "test"))
+
+
 def test_one_kind_of_reward(tree: dict[str, Any], folder: Path) -> None:
     def reward(**settings: Any) -> dict[str, Any]:
         return {**tree, "reward": settings}

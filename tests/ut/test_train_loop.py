@@ -70,7 +70,7 @@ class World:
         with torch.no_grad():
             self.policy -= 1.0 * self.policy.grad
             self.policy.grad = None
-        return StepStats({"loss": float((each * keep).sum())}, kept)
+        return StepStats({"loss": float((each * keep).sum().detach())}, kept)
 
 
 class Log:

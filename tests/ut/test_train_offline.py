@@ -244,12 +244,6 @@ def test_minimind_schedule_has_no_state():
     assert rates([4, 1, 3], 4) == [rates([n], 4)[0] for n in (4, 1, 3)]
 
 
-@pytest.mark.parametrize("setting", [{"lr_warmup_iters": 2}, {"min_lr": 1e-5}])
-def test_minimind_schedule_refuses_what_it_does_not_have(setting):
-    with pytest.raises(ConfigError, match="lr_decay_style: minimind has neither warm-up nor min_lr"):
-        rates([1], 4, **setting)
-
-
 @pytest.mark.parametrize(
     "lr",
     [lambda n, total: 0.1 + 0.5 * (1 + math.cos(math.pi * n / total)), lambda n, total: 0.5 * (1 + math.cos(math.pi * (n - 1) / total))],
