@@ -535,7 +535,7 @@ def run(options: argparse.Namespace) -> int:
     overrides = all_overrides(options)
     config = compose(options.config_name, options.config_dir, overrides)
     check(config)
-    folder = free_run_dir(options.out.absolute(), resume=False)
+    folder = free_run_dir(options.out.absolute())
     folder.mkdir(parents=True)
     print(f"{settings_text(config)}\n{versions()}", flush=True)
 

@@ -15,7 +15,7 @@ from mindspeed_odpo.hosts.standalone import Host
 from mindspeed_odpo.pairs import make_pairs
 from mindspeed_odpo.ray.group import Roles, wait
 from mindspeed_odpo.ray.placement import cluster
-from mindspeed_odpo.report.run_log import RunLog, free_run_dir
+from mindspeed_odpo.report.run_log import RunLog, free_run_dir, resumed_run_dir
 from mindspeed_odpo.types import TrainBatch
 
 
@@ -50,13 +50,12 @@ def run(config: Config) -> None:
 
         return run_offline(config)
     host = Host(config)
-    resume = host.resumes()
-    config = replace(config, run_dir=free_run_dir(config.run_dir, resume))
+    config = replace(config, run_dir=resumed_run_dir(config) if host.resumes() else free_run_dir(config.run_dir))
     prompts = host.preflight()
     for notice in prompts.notices:
         print(f"note: {notice}", flush=True)
     with cluster(config), Roles(config) as roles:
-        first = wait(roles.actor.start())
+        first = wait(roles.actor.start(prompts.facts()))
         roles.sync_weights(version=first)
         before = _greedy(config, roles, prompts)
         with RunLog(config, first, prompts) as log:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,20 +38,27 @@ class Actor:
         self.schedule = Schedule(self.optimizer, config.actor.optimizer, config.train_iters)
         self.first_step = 0
         self._bad_in_a_row = 0
+        self._facts: Mapping[str, Any] = {}
+        self._then: Mapping[str, Any] = {}
         if resumes and config.actor.finetune:
             load_checkpoint(config.actor.load, self.model, None, config.actor.model)
             self.optimizer.reload_model_params()
         elif resumes:
-            self.first_step, facts = load_checkpoint(config.actor.load, self.model, self.optimizer, config.actor.model)
-            for name, now in self._facts().items():
-                if name in facts and facts[name] != now:
-                    raise ConfigError(
-                        f"{name} is {now}, the checkpoint in {config.actor.load} was made with {facts[name]}: "
-                        "set it back to go on exactly, or finetune=true to start a new run from these weights"
-                    )
+            self.first_step, self._then = load_checkpoint(config.actor.load, self.model, self.optimizer, config.actor.model)
 
-    def start(self) -> int:
-        """The iteration that the weights come from: 0 for a fresh start, n after a checkpoint of iteration n."""
+    def start(self, facts: Mapping[str, Any]) -> int:
+        """The iteration that the weights come from: 0 for a fresh start, n after a checkpoint of iteration n.
+
+        ``facts``: what the data is and in which order it comes; it goes into every checkpoint. ConfigError where the
+        checkpoint that is resumed was made with others: iteration n + 1 would not be what it would have been.
+        """
+        self._facts = {"seed": self.config.seed, "global_batch_size": self.config.global_batch_size, **facts}
+        for name, now in self._facts.items():
+            if name in self._then and self._then[name] != now:
+                raise ConfigError(
+                    f"{name} is {now}, the checkpoint in {self.config.actor.load} was made with {self._then[name]}: "
+                    "set it back to go on exactly, or finetune=true to start a new run from these weights"
+                )
         return self.first_step
 
     def update(self, batch: TrainBatch, step: int, beta: float, global_pairs: int) -> StepStats:
@@ -82,15 +89,7 @@ class Actor:
             yield from named_weights(self.model)
 
     def save(self, step: int) -> Path:
-        return save_checkpoint(self.config.checkpoint_dir, step, self.model, self.optimizer, self.config.actor.model, self._facts())
-
-    def _facts(self) -> dict[str, Any]:
-        """What the order of prompts and answers depends on; a resume with other facts is another run."""
-        config = self.config
-        facts = {"seed": config.seed, "global_batch_size": config.global_batch_size, "data": config.data.path.name}
-        if config.stage == "ray_dpo":
-            facts |= {"answer_mask": config.data.answer_mask, "seq_length": config.rollout.seq_length}
-        return facts
+        return save_checkpoint(self.config.checkpoint_dir, step, self.model, self.optimizer, self.config.actor.model, self._facts)
 
     def export_hf(self, folder: Path) -> Path:
         """The policy as a Hugging Face folder, with the tokenizer; written by the first rank."""
