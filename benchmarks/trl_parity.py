@@ -160,11 +160,12 @@ def faults(comparisons: Sequence[Comparison], loss_type: str) -> list[str]:
 
 
 def repeats(recorded: Sequence[Row], replayed: Sequence[Row]) -> None:
-    """WorkerError unless replaying a run's answers gave the run's losses again; both are lines of metrics.jsonl."""
+    """WorkerError unless replaying a run's answers gave the run's losses again, to fp32 rounding: on two threads of a loaded machine a
+    matrix product may be cut otherwise than the last time. Both are lines of metrics.jsonl."""
     from mindspeed_odpo.errors import WorkerError
 
     for a, b in zip(recorded, replayed, strict=True):
-        if not abs(a["actor/pg_loss"] - b["actor/pg_loss"]) <= 1e-6 * a["actor/pg_loss"]:
+        if not abs(a["actor/pg_loss"] - b["actor/pg_loss"]) <= 1e-4 * a["actor/pg_loss"]:
             raise WorkerError(
                 f"iteration {a['step']}: the recorded run had loss {a['actor/pg_loss']:.8g}, its replay {b['actor/pg_loss']:.8g}: "
                 "rollout and replay give the actor different batches"
