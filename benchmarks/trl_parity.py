@@ -310,7 +310,8 @@ def trl_side(config: Any, train_pad_row: bool = False) -> None:
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, TrainerCallback
-    from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
+    from trl.experimental.online_dpo import OnlineDPOTrainer
+    from trl_settings import trl_config
 
     from mindspeed_odpo.data.prompts import Prompts, as_messages, load_tokenizer
     from mindspeed_odpo.hf.config import eos_token_ids
@@ -348,34 +349,7 @@ def trl_side(config: Any, train_pad_row: bool = False) -> None:
                 file.write(json.dumps({"step": state.global_step, **row, "grad_norm": logs["grad_norm"]}) + "\n")
             row.clear()
 
-    optimizer, rollout = config.actor.optimizer, config.rollout
-    arguments = OnlineDPOConfig(
-        output_dir=str(config.run_dir),
-        per_device_train_batch_size=config.global_batch_size,
-        max_steps=config.train_iters,
-        max_new_tokens=rollout.max_new_tokens,
-        max_length=rollout.max_prompt_length + rollout.max_new_tokens,
-        beta=list(config.actor.loss.beta),
-        loss_type=config.actor.loss.loss_type,
-        missing_eos_penalty=config.pairs.missing_eos_penalty or None,
-        learning_rate=optimizer.lr,
-        lr_scheduler_type="constant",
-        weight_decay=optimizer.weight_decay,
-        adam_beta1=optimizer.adam_beta1,
-        adam_beta2=optimizer.adam_beta2,
-        adam_epsilon=optimizer.adam_eps,
-        max_grad_norm=optimizer.clip_grad,
-        bf16=False,
-        gradient_checkpointing=False,
-        train_sampling_strategy="sequential",
-        dataloader_pin_memory=False,
-        seed=config.seed,
-        use_cpu=True,
-        logging_steps=1,
-        disable_tqdm=True,
-        save_strategy="no",
-        report_to=[],
-    )
+    arguments = trl_config(config, str(config.run_dir), bf16=False)
     key, system = config.data.prompt_key, config.data.system_prompt
     model = AutoModelForCausalLM.from_pretrained(config.actor.load, dtype=torch.float32, local_files_only=True)
     trainer = Trainer(

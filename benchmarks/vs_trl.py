@@ -337,7 +337,8 @@ def trl_side(spec: Mapping[str, Any]) -> None:
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, TrainerCallback
-    from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
+    from trl.experimental.online_dpo import OnlineDPOTrainer
+    from trl_settings import trl_config
 
     from mindspeed_odpo.data.prompts import Prompts, as_messages, load_tokenizer
     from mindspeed_odpo.rewards.function import FunctionReward
@@ -394,37 +395,9 @@ def trl_side(spec: Mapping[str, Any]) -> None:
                 file.write(json.dumps(line) + "\n")
             seconds.update(dict.fromkeys(seconds, 0.0))
 
-    optimizer, rollout = config.actor.optimizer, config.rollout
-    arguments = OnlineDPOConfig(
-        output_dir=spec["folder"],
-        per_device_train_batch_size=config.global_batch_size,
-        max_steps=config.train_iters,
-        max_new_tokens=rollout.max_new_tokens,
-        max_length=rollout.max_prompt_length + rollout.max_new_tokens,
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        beta=[config.actor.loss.beta],
-        loss_type=config.actor.loss.loss_type,
-        missing_eos_penalty=config.pairs.missing_eos_penalty or None,
-        learning_rate=optimizer.lr,
-        lr_scheduler_type="constant",
-        weight_decay=optimizer.weight_decay,
-        adam_beta1=optimizer.adam_beta1,
-        adam_beta2=optimizer.adam_beta2,
-        adam_epsilon=optimizer.adam_eps,
-        max_grad_norm=optimizer.clip_grad,
-        bf16=spec["side"] == "trl-autocast",
-        gradient_checkpointing=False,
-        train_sampling_strategy="sequential",
-        dataloader_pin_memory=False,
-        seed=config.seed,
-        use_cpu=True,
-        logging_steps=1,
-        disable_tqdm=True,
-        save_strategy="no",
-        report_to=[],
-    )
+    rollout = config.rollout
+    sampling = {"temperature": rollout.temperature, "top_p": rollout.top_p, "top_k": rollout.top_k}
+    arguments = trl_config(config, spec["folder"], bf16=spec["side"] == "trl-autocast", **sampling)
     dtype = torch.bfloat16 if spec["side"] == "trl-bf16" else torch.float32
     key, system = config.data.prompt_key, config.data.system_prompt
     trainer = Timed(

@@ -42,6 +42,19 @@ def _pad_to(tensor: Tensor, width: int, value: int | bool, left: bool) -> Tensor
     return torch.cat([filler, tensor] if left else [tensor, filler], dim=-1)
 
 
+def padded(rows: Sequence[Sequence[int] | Tensor], left: bool = False) -> tuple[Tensor, Tensor]:
+    """N rows of token ids as one i64 ``[N, longest]``, padded with 0 on the right or ``left``, and the bool mask of the real ones.
+    At least one column wide."""
+    width = max(1, *map(len, rows))
+    ids = torch.zeros(len(rows), width, dtype=torch.int64)
+    mask = torch.zeros(len(rows), width, dtype=torch.bool)
+    for n, row in enumerate(rows):
+        real = slice(width - len(row), None) if left else slice(len(row))
+        ids[n, real] = torch.as_tensor(row, dtype=torch.int64)
+        mask[n, real] = True
+    return ids, mask
+
+
 @dataclass(frozen=True)
 class PromptBatch:
     """The prompts of one iteration, as the data gives them.

@@ -27,7 +27,7 @@ from mindspeed_odpo.data.formats import Preference, read_preferences
 from mindspeed_odpo.data.order import Order
 from mindspeed_odpo.data.prompts import as_messages, encode_plain, encode_prompt, render
 from mindspeed_odpo.errors import DataError
-from mindspeed_odpo.types import REASONS, Pairs, Rollout
+from mindspeed_odpo.types import REASONS, Pairs, Rollout, padded
 
 Messages = list[dict[str, Any]]
 CHOSEN, REJECTED = 0, 1
@@ -226,20 +226,13 @@ class Preferences:
     def rollout(self, rows: Sequence[int]) -> Rollout:
         """Rows of the file as if a policy had answered them: K=2, chosen and rejected, ``policy_version`` 0."""
         some = [self._rows[i] for i in rows]
-        s = max(len(row.prompt) for row in some)
-        r = max(len(answer) for row in some for answer in row.answers)
-        prompt_ids, prompt_mask = torch.zeros(len(some), s, dtype=torch.int64), torch.zeros(len(some), s, dtype=torch.bool)
-        ids = torch.zeros(len(some), 2, r, dtype=torch.int64)
-        mask, counted = torch.zeros_like(ids, dtype=torch.bool), torch.zeros_like(ids, dtype=torch.bool)
-        for p, row in enumerate(some):
-            prompt_ids[p, s - len(row.prompt) :] = row.prompt
-            prompt_mask[p, s - len(row.prompt) :] = True
-            for k, answer in enumerate(row.answers):
-                ids[p, k, : len(answer)] = answer
-                mask[p, k, : len(answer)] = True
-                counted[p, k, : len(answer)] = row.counted[k]
+        prompt_ids, prompt_mask = padded([row.prompt for row in some], left=True)
+        flat_ids, flat_mask = padded([answer for row in some for answer in row.answers])
+        ids, mask = (flat.view(len(some), 2, -1) for flat in (flat_ids, flat_mask))
+        loss_mask = None
+        if self._mask != "answer":
+            loss_mask = padded([counted for row in some for counted in row.counted])[0].bool().view_as(mask)
         finished = torch.tensor([row.finished for row in some])
-        loss_mask = None if self._mask == "answer" else counted
         return Rollout(prompt_ids, prompt_mask, ids, mask, finished, torch.tensor(list(rows)), 0, loss_mask).check()
 
     def batch(self, step: int) -> tuple[Rollout, Pairs]:

@@ -16,7 +16,7 @@ from mindspeed_odpo.config import DataConfig
 from mindspeed_odpo.data.formats import read_rows
 from mindspeed_odpo.data.order import Order
 from mindspeed_odpo.errors import DataError
-from mindspeed_odpo.types import PromptBatch, Rollout
+from mindspeed_odpo.types import PromptBatch, Rollout, padded
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "spiece.model")
 
@@ -140,12 +140,7 @@ class Prompts:
     def batch(self, step: int) -> PromptBatch:
         """Prompts of iteration ``step`` (from 1), left-padded to the longest of them; P = batch_size."""
         index = self.order.rows(step)
-        width = max(len(self._ids[i]) for i in index)
-        ids = torch.zeros(len(index), width, dtype=torch.int64)
-        mask = torch.zeros(len(index), width, dtype=torch.bool)
-        for row, i in enumerate(index):
-            ids[row, width - len(self._ids[i]) :] = torch.tensor(self._ids[i])
-            mask[row, width - len(self._ids[i]) :] = True
+        ids, mask = padded([self._ids[i] for i in index], left=True)
         rows: tuple[Mapping[str, Any], ...] = tuple(self.rows[i] for i in index)
         return PromptBatch(step, ids, mask, torch.tensor(index), torch.arange(len(index)), rows).check()
 

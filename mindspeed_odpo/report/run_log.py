@@ -37,7 +37,7 @@ from mindspeed_odpo.data.preferences import Preferences
 from mindspeed_odpo.data.prompts import Prompts, decode_answers
 from mindspeed_odpo.errors import ConfigError, DataError, WorkerError
 from mindspeed_odpo.metrics import log_line, step_metrics
-from mindspeed_odpo.types import REASONS, Pairs, PromptBatch, Rollout, StepStats
+from mindspeed_odpo.types import REASONS, Pairs, Rollout, StepStats
 
 METRICS, COMPLETIONS, LOG, TENSORBOARD = "metrics.jsonl", "completions.jsonl", "train.log", "tensorboard"
 WINDOW = 6
@@ -164,7 +164,7 @@ class RunLog:
             raise WorkerError(f"iteration {step}: the rollout answered the prompts {answered[:8]} of the data, its batch has {wanted[:8]}")
         metrics = step_metrics(stats, rollout, pairs, scores, self._timings, beta=beta, epoch=self._prompts.epoch(step))
         if isinstance(self._prompts, Prompts):
-            self._write_completions(step, self._prompts.batch(step), rollout, scores, pairs)
+            self._write_completions(step, self._prompts, rollout, scores, pairs)
         row = {"step": step, "time": now.isoformat(timespec="seconds"), **metrics}
         self._history.append(row)
         self._write(METRICS, _json(row))
@@ -193,14 +193,14 @@ class RunLog:
         self._files[name].write(line + "\n")
         self._files[name].flush()
 
-    def _write_completions(self, step: int, batch: PromptBatch, rollout: Rollout, scores: Tensor, pairs: Pairs) -> None:
-        texts, ids = decode_answers(self._prompts.tokenizer, rollout)
+    def _write_completions(self, step: int, prompts: Prompts, rollout: Rollout, scores: Tensor, pairs: Pairs) -> None:
+        texts, ids = decode_answers(prompts.tokenizer, rollout)
         lines = []
         for p, index in enumerate(rollout.prompt_index.tolist()):
             row = {
                 "step": step,
                 "policy_version": rollout.policy_version,
-                "prompt": batch.rows[p][self._config.data.prompt_key],
+                "prompt": prompts.rows[index][self._config.data.prompt_key],
                 "prompt_index": index,
                 "answers": texts[p],
                 "answer_ids": ids[p],

@@ -18,7 +18,7 @@ from torch import Tensor
 from mindspeed_odpo.config import Config
 from mindspeed_odpo.errors import DataError, WorkerError
 from mindspeed_odpo.hosts.standalone import Host
-from mindspeed_odpo.types import PromptBatch, Rollout
+from mindspeed_odpo.types import PromptBatch, Rollout, padded
 
 _SAME_RUN = "replay with the data, seed, shuffle and global_batch_size of the recorded run"
 
@@ -70,17 +70,13 @@ class ReplayEngine:
         key = self.config.data.prompt_key
         asked = zip(prompts.index.tolist(), prompts.slot.tolist(), prompts.rows, strict=True)
         records = [self._find(prompts.step, index, slot, row[key]) for index, slot, row in asked]
-        lengths = torch.tensor([[len(answer) for answer in record.answers] for record in records])
-        width = max(int(lengths.max()), 1)
-        ids = torch.zeros(*lengths.shape, width, dtype=torch.int64)
-        for p, record in enumerate(records):
-            for k, answer in enumerate(record.answers):
-                ids[p, k, : len(answer)] = torch.tensor(answer.tolist(), dtype=torch.int64)
+        ids, mask = padded([answer.tolist() for record in records for answer in record.answers])
+        shape = (len(records), self.config.rollout.num_answers, -1)
         return Rollout(
             prompt_ids=prompts.ids,
             prompt_mask=prompts.mask,
-            response_ids=ids,
-            response_mask=torch.arange(width) < lengths[..., None],
+            response_ids=ids.view(shape),
+            response_mask=mask.view(shape),
             finished=torch.tensor([record.finished for record in records]),
             prompt_index=prompts.index,
             policy_version=records[0].version,
