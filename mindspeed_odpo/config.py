@@ -65,17 +65,30 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """Megatron's parallel sizes of one role. ``data`` is the number of data-parallel ranks."""
+    """Megatron's parallel sizes of one role, and how its gradients and optimizer are spread."""
 
     tensor: int = 1
     pipeline: int = 1
     context: int = 1
     expert: int = 1
+    """Ranks that share the experts; taken out of data and context, as Megatron does."""
     data: int = 1
+    virtual: int = 1
+    """Model chunks a pipeline stage (interleaved schedule); 1: one."""
+    sequence: bool = False
+    """Sequence parallelism: activations between tensor-parallel parts are split over the sequence."""
+    zero1: bool = False
+    """Optimizer state split over data-parallel ranks (Megatron's distributed optimizer)."""
+    overlap: bool = False
+    """Gradient reduction (with ``zero1`` the weights' gathering too) runs beside the computation."""
 
     @property
     def world_size(self) -> int:
         return self.tensor * self.pipeline * self.context * self.data
+
+    def data_index(self, rank: int) -> int:
+        """The data-parallel index of a rank, in Megatron's order tensor, context, data, pipeline (fastest first)."""
+        return rank // (self.tensor * self.context) % self.data
 
 
 @dataclass(frozen=True)
