@@ -27,7 +27,9 @@ STANDALONE = [
     "transformers>=5.20,<6",
     "vaderSentiment~=3.3.2",
 ]
-DEV = ["mypy>=1.15", "pytest>=8", "pytest-cov>=6", "pytest-timeout>=2.3", "ruff~=0.17.6", "setuptools>=77", "wheel"]
+# The peer that losses and whole runs are compared with, in the tests too. It has no version for Python 3.10: skipped there.
+TRL = ['datasets>=3; python_version >= "3.11"', 'trl==1.16.0; python_version >= "3.11"']
+DEV = ["mypy>=1.15", "pytest>=8", "pytest-cov>=6", "pytest-timeout>=2.3", "ruff~=0.17.6", "setuptools>=77", "wheel", *TRL]
 
 readme = ROOT / "README.md"
 setup(
@@ -42,6 +44,6 @@ setup(
     package_dir=MAPPED,
     package_data={"mindspeed_odpo.configs": ["rlxf/*.yaml", "rlxf/model/*.yaml", "data/*.jsonl"]},
     install_requires=LIGHT,
-    extras_require={"standalone": STANDALONE, "dev": DEV, "benchmark": ["datasets>=3", "trl==1.16.0"]},
+    extras_require={"standalone": STANDALONE, "dev": DEV, "benchmark": [*TRL, "matplotlib>=3.8"]},
     entry_points={"console_scripts": ["odpo = mindspeed_odpo.cli:main"]},
 )

@@ -6,7 +6,6 @@ The dataclasses are what the rest of the package reads; ``parse`` makes them fro
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import math
 from collections.abc import Mapping
@@ -24,9 +23,12 @@ from mindspeed_odpo.keys import (
     MODEL,
     OWN,
     POOL,
+    PREFERENCE_KEYS,
     REF,
     REQUIRED,
     REWARD,
+    ROLLOUT_KEYS,
+    SAMPLING_KEYS,
     SMOOTHED,
     TRAINING,
     UNEVEN,
@@ -253,8 +255,6 @@ class RewardConfig:
 class DataConfig:
     path: Path
     """A JSONL file."""
-    digest: str = ""
-    """sha256 of the file: tells other data, whatever its name, when a run is resumed."""
     prompt_key: str = "prompt"
     """Column with the prompt: a string, or a list of {role, content} messages."""
     system_prompt: str | None = None
@@ -556,6 +556,8 @@ class _Parser:
             raise ConfigError(f"model.{name}: num_attention_heads {heads} is not a multiple of num_query_groups {groups}")
         if get("kv_channels", None) is None and hidden % heads:
             raise ConfigError(f"model.{name}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}; set kv_channels")
+        if get("kv_channels", hidden // heads) % 2:
+            raise ConfigError(f"model.{name}: kv_channels {get('kv_channels', hidden // heads)} is odd, rope turns channels in pairs")
         vocab, padded, multiple = get("vocab_size", None), get("padded_vocab_size", None), get("make_vocab_size_divisible_by")
         if vocab is None and padded is None:
             raise ConfigError(f"model.{name}: neither vocab_size nor padded_vocab_size is set")
@@ -883,8 +885,8 @@ class _Parser:
             )
         if model.num_experts and get(TRAINING, "export_hf"):
             raise ConfigError(
-                f"training.export_hf: model.{model.name} has {model.num_experts} experts, which have no Hugging Face folder here: set it to "
-                "false, the checkpoint holds the weights"
+                f"training.export_hf: model.{model.name} has {model.num_experts} experts, which have no Hugging Face folder here: set it "
+                "to false, the checkpoint holds the weights"
             )
         if sampled and not self.was_set(ACTOR, "temperature"):
             self.notices.append(f"{ACTOR}.temperature is not set: sampling at 1.0 (MindSpeed-LLM 2.0.0 sampled at 0.7)")
@@ -934,8 +936,6 @@ class _Parser:
 
     def _pairs(self) -> PairsConfig:
         get = self.get
-        if get(TRAINING, "stage") == "ray_dpo":
-            return PairsConfig()
         return PairsConfig(
             missing_eos_penalty=self._missing_eos_penalty(),
             select=get(ALGORITHM, "pair_select"),
@@ -963,7 +963,6 @@ class _Parser:
             shuffle = not no_shuffle
         return DataConfig(
             path=path,
-            digest=hashlib.sha256(path.read_bytes()).hexdigest(),
             prompt_key=self.get(ACTOR, "prompt_key"),
             system_prompt=self.get(ACTOR, "system_prompt"),
             shuffle=shuffle,
@@ -986,8 +985,24 @@ class _Parser:
         found = {name: self.find(role, name)[1] for name in FORWARDED}
         return {name: value for name, value in found.items() if value is not _MISSING}
 
+    def _unused(self) -> list[str]:
+        """Keys that were set and that this stage, loss or engine does not read."""
+        offline = self.get(TRAINING, "stage") == "ray_dpo"
+        idle = [(ACTOR, name) for name in (PREFERENCE_KEYS if not offline else ROLLOUT_KEYS)]
+        if offline:
+            idle += [(ALGORITHM, key.name) for key in OWN[ALGORITHM]]
+        else:
+            idle += [(REF, "logps_cache")]
+            if self.get(ACTOR, "rollout_engine") == "replay":
+                idle += [(ACTOR, name) for name in SAMPLING_KEYS]
+        if self.get(ACTOR, "dpo_loss_type") == "simpo":
+            idle += [(REF, key.name) for key in OWN[REF]]
+        return [f"{section}.{name}" for section, name in dict.fromkeys(idle) if self.trees[section].get(name) is not None]
+
     def _notices(self) -> tuple[str, ...]:
         lines = list(self.notices)
+        if unused := self._unused():
+            lines.append(f"ignored, nothing reads it in this run: {', '.join(unused)}")
         if self.without_meaning:
             lines.append("ignored, no meaning in DPO: " + ", ".join(self.without_meaning))
         if self.host_only:

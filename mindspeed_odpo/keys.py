@@ -24,6 +24,8 @@ MODEL = "model.NAME"
 
 LOSS_TYPES = ("sigmoid", "robust", "hinge", "ipo", "exo_pair", "nca_pair", "sppo_hard", "apo_zero", "apo_down", "simpo")
 """Losses of ``loss.py``."""
+REDUCTIONS = ("sum", "masked_mean", "padded_mean")
+"""How an answer's token log-probs become one number."""
 SMOOTHED = ("sigmoid", "robust", "exo_pair", "simpo")
 """Those that know a label smoothing."""
 
@@ -102,7 +104,7 @@ OWN: Mapping[str, tuple[Key, ...]] = {
         Key("global_batch_size", "int", REQUIRED, "prompts of one iteration, over all ranks; one pair comes from each", "pairs", low=1),
         Key("seq_length", "int", REQUIRED, "longest prompt + answer; answers get `seq_length - max_prompt_length`", "tokens", low=2),
         Key("tokenizer_name_or_path", "path", "<actor's load>", "folder with the tokenizer and its chat template"),
-        Key("seed", "int", 1234, "seeds sampling, data order and reward models' heads", low=0),
+        Key("seed", "int", 1234, "seeds sampling, data order and reward models' heads", low=0, high=2**31 - 1),
         Key("bf16", "bool", False, "true: bf16 weights and activations, fp32 masters and reductions; false: fp32"),
         Key(
             "placement",
@@ -187,7 +189,7 @@ OWN: Mapping[str, tuple[Key, ...]] = {
             "str",
             "<sum; simpo: masked_mean>",
             "log-probability of an answer: sum over its tokens, their mean, or the sum over seq_length - 1",
-            choices=("sum", "masked_mean", "padded_mean"),
+            choices=REDUCTIONS,
         ),
         Key("gamma_beta_ratio", "float", 1.4, "simpo: target margin over beta", "nats a token", low=0),
         Key("pref_ftx", "float", 0.0, "weight of the chosen answer's negative log-likelihood a token, added to the loss", low=0),
@@ -359,6 +361,12 @@ UNEVEN = (
 )
 """Megatron's settings of how layers lie on stages; with one of them it does the counting itself."""
 
+PREFERENCE_KEYS = ("chosen_key", "rejected_key", "answer_mask")
+"""Keys of the actor that only recorded preferences have."""
+SAMPLING_KEYS = ("num_samples_per_step", "temperature", "top_p", "top_k")
+ROLLOUT_KEYS = (*SAMPLING_KEYS, "max_prompt_length", "n_samples_per_prompt", "missing_eos_penalty", "rollout_engine", "replay_path")
+"""Keys of the actor that only a rollout reads."""
+
 FORWARDED = (
     *UNEVEN,
     "attention_softmax_in_fp32",
@@ -492,5 +500,5 @@ def _range(key: Key) -> str:
     if key.low is not None:
         bounds.append(f"{'>' if key.open_low else '≥'} {key.low:g}")
     if key.high is not None:
-        bounds.append(f"{'<' if key.open_high else '≤'} {key.high:g}")
+        bounds.append(f"{'<' if key.open_high else '≤'} {key.high:.10g}")
     return f" ({' and '.join(bounds)})" if bounds else ""

@@ -120,7 +120,7 @@ def _may_add(overrides: Sequence[str], groups: set[str]) -> list[str]:
     out = []
     for text in overrides:
         key, equals, _ = text.partition("=")
-        if not equals and not text.startswith("~"):
+        if (not equals and not text.startswith("~")) or not key.strip("+~ "):
             raise ConfigError(f"override '{text}': expected key=value")
         plain = equals and key[:1] not in "+~" and key.partition("@")[0] not in groups and not key.startswith("hydra.")
         out.append(f"++{text}" if plain else text)

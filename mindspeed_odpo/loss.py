@@ -15,9 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mindspeed_odpo.keys import LOSS_TYPES, SMOOTHED
-
-REDUCTIONS = ("sum", "masked_mean", "padded_mean")
+from mindspeed_odpo.keys import LOSS_TYPES, REDUCTIONS, SMOOTHED
 
 
 def reduced(sums: Tensor, lengths: Tensor, reduction: str, padded_length: int) -> Tensor:

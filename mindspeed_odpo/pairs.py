@@ -21,7 +21,7 @@ def penalised(scores: Tensor, finished: Tensor, penalty: float) -> Tensor:
     Subtracted, not replaced (TRL's PPO replaces): an unfinished answer keeps its order among unfinished ones.
     ``finished``: bool ``[P,K]``, of the answer alone; an EOS in the prompt ends no answer.
     """
-    return scores - penalty * (~finished).to(scores.dtype)
+    return torch.where(finished, scores, scores - penalty)
 
 
 def make_pairs(scores: Tensor, rollout: Rollout, config: PairsConfig, seed: int = 0, step: int = 0) -> Pairs:
@@ -59,6 +59,7 @@ def make_pairs(scores: Tensor, rollout: Rollout, config: PairsConfig, seed: int 
         _refuse(~filled, rollout.counted_lengths(), rollout, "not one token counts; give it one, or set pair_empty: drop", "length")
 
     final = penalised(scores, rollout.finished, config.missing_eos_penalty)
+    _refuse(final.isinf(), scores, rollout, f"less missing_eos_penalty {config.missing_eos_penalty:g} it is beyond float32: lower it")
     rows = zip(final.tolist(), scored.tolist(), filled.tolist(), rollout.prompt_index.tolist(), strict=True)
     met = [_meet(config.select, values, s, f, (seed, step, index)) for values, s, f, index in rows]
     m = k * (k - 1) // 2 if config.select == "all" else 1

@@ -20,15 +20,19 @@ def describe(config: Config) -> str:
     limits = [f"top_p {r.top_p:g}"] * (r.top_p < 1) + [f"top_k {r.top_k}"] * (r.top_k > 0)
     ends = {"minimind": o.lr / 10}.get(o.lr_decay_style, o.min_lr)
     decay = "constant" if o.lr_decay_style == "constant" else f"{o.lr_decay_style} to {ends:g}"
+    reference = [
+        ("reference", f"{f.load}" + ("" if f.model == a.model else f"; {_architecture(f.model)}")),
+        ("reference", _batches("micro_batch_size", f.micro_batch_size, "prompts", k, config.global_batch_size, f.parallel.data)),
+    ] * loss.needs_reference
     rows = [
         ("model", f"{_architecture(a.model)}; {'bf16, fp32 masters and reductions' if config.bf16 else 'fp32'}"),
         ("policy from", f"{a.load}{' (weights only)' if a.finetune else ''}"),
-        ("reference", f"{f.load}" + ("" if f.model == a.model else f"; {_architecture(f.model)}")),
+        *reference[:1],
         ("placement", _placement(config)),
         *((label, line) for label, line in zip(("layout", "", "", ""), _layouts(config), strict=False)),
         ("iterations", f"{config.train_iters}, each {pairs} pairs; {k} answers a prompt = {sequences} sequences"),
         ("policy", _batches("micro_batch_size", a.micro_batch_size, "pairs", 2, pairs, a.parallel.data)),
-        ("reference", _batches("micro_batch_size", f.micro_batch_size, "prompts", k, config.global_batch_size, f.parallel.data)),
+        *reference[1:],
         *(_online_rows(config, call * k, limits) if config.stage == "ray_online_dpo" else _offline_rows(config)),
         ("loss", _loss_line(loss)),
         ("optimizer", f"AdamW, lr {o.lr:g} {decay}, warm-up {o.lr_warmup_iters} iterations, clip {o.clip_grad:g}"),

@@ -16,7 +16,7 @@ from mindspeed_odpo.pairs import make_pairs
 from mindspeed_odpo.ray.group import Roles, wait
 from mindspeed_odpo.ray.placement import cluster
 from mindspeed_odpo.ray.weight_sync import check_greedy
-from mindspeed_odpo.report.run_log import RunLog, free_run_dir
+from mindspeed_odpo.report.run_log import RunLog, free_run_dir, resumed_run_dir
 from mindspeed_odpo.types import PromptBatch, Rollout, TrainBatch
 
 
@@ -51,13 +51,12 @@ def run(config: Config) -> None:
 
         return run_offline(config)
     host = Host(config)
-    resume = host.resumes()
-    config = replace(config, run_dir=free_run_dir(config.run_dir, resume))
+    config = replace(config, run_dir=resumed_run_dir(config) if host.resumes() else free_run_dir(config.run_dir))
     prompts = host.preflight()
     for notice in prompts.notices:
         print(f"note: {notice}", flush=True)
     with cluster(config), Roles(config) as roles:
-        first = wait(roles.actor.start())
+        first = wait(roles.actor.start(prompts.facts()))
         begin_data(prompts, wait(roles.actor.data_began()), first)
         roles.sync_weights(version=first)
         before = _greedy(config, roles, prompts)

@@ -16,7 +16,7 @@ from mindspeed_odpo.config import Config
 from mindspeed_odpo.hosts.standalone import Host
 from mindspeed_odpo.ray.group import Roles, wait
 from mindspeed_odpo.ray.placement import cluster
-from mindspeed_odpo.report.run_log import RunLog, free_run_dir
+from mindspeed_odpo.report.run_log import RunLog, free_run_dir, resumed_run_dir
 from mindspeed_odpo.roles.reference_cache import ReferenceCache
 from mindspeed_odpo.train import begin_data
 from mindspeed_odpo.types import TrainBatch
@@ -45,12 +45,14 @@ def train(config: Config, roles: Any, data: Any, ref_logps: Tensor, log: Any, fi
 def run(config: Config) -> None:
     """A whole run: check everything that is cheap to check, ask the reference or its cache, train, save, export, sum up."""
     host = Host(config)
-    config = replace(config, run_dir=free_run_dir(config.run_dir, host.resumes()))
+    config = replace(config, run_dir=resumed_run_dir(config) if host.resumes() else free_run_dir(config.run_dir))
     data = host.preflight_preferences()
     for notice in data.notices:
         print(f"note: {notice}", flush=True)
     cache = ReferenceCache(config, data)
     needed = config.actor.loss.needs_reference
+    if needed:
+        cache.check_place()
     ref_logps = cache.read() if needed else torch.full((data.num_rows, 2), float("nan"))
     with cluster(config):
         if ref_logps is None:
@@ -59,7 +61,7 @@ def run(config: Config) -> None:
         elif needed:
             print(f"reference: log-probs from {cache.path}", flush=True)
         with Roles(config, ("actor",)) as roles:
-            first = wait(roles.actor.start())
+            first = wait(roles.actor.start(data.facts()))
             begin_data(data, wait(roles.actor.data_began()), first)
             with RunLog(config, first, data) as log:
                 train(config, roles, data, ref_logps, log, first)

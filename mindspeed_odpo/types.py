@@ -129,6 +129,12 @@ class Rollout:
         _expect("Rollout", "response_mask", self.response_mask, torch.bool, (p, k, r), "PKR")
         _expect("Rollout", "finished", self.finished, torch.bool, (p, k), "PK")
         _expect("Rollout", "prompt_index", self.prompt_index, torch.int64, (p,), "P")
+        if not self.prompt_mask.any(-1).all():
+            raise WorkerError("Rollout.prompt_mask: a prompt has no token; the first answer token could not be predicted")
+        for name, mask in (("prompt_mask", self.prompt_mask.flip(-1)), ("response_mask", self.response_mask)):
+            if (mask[..., 1:] & ~mask[..., :-1]).any():
+                side = "left" if name == "prompt_mask" else "right"
+                raise WorkerError(f"Rollout.{name}: a padding token between real ones; padding stands on the {side} alone")
         if self.loss_mask is not None:
             _expect("Rollout", "loss_mask", self.loss_mask, torch.bool, (p, k, r), "PKR")
             if (self.loss_mask & ~self.response_mask).any():

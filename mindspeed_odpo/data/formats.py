@@ -83,8 +83,12 @@ def _object(line: bytes, where: str) -> dict[str, Any]:
         row = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise DataError(f"{where}: byte {error.start + 1} of the line is not UTF-8; save the file as UTF-8") from error
+    except RecursionError as error:
+        raise DataError(f"{where}: brackets nested too deeply to be read") from error
     except json.JSONDecodeError as error:
         raise DataError(f"{where}: not JSON, {error.msg} at column {error.colno}; expected one whole object a line (JSONL)") from error
+    except ValueError as error:  # a number of more digits than Python reads
+        raise DataError(f"{where}: {error}") from error
     if not isinstance(row, dict):
         raise DataError(f"{where}: expected a JSON object, found {_found(row)}; the file must be JSONL, one object a line")
     return row

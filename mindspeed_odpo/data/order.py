@@ -18,19 +18,19 @@ class Order:
     """
 
     def __init__(self, usable: Sequence[int], batch_size: int, seed: int, shuffle: bool) -> None:
-        self._usable = list(usable)
-        self._batch_size, self._seed, self._shuffle = batch_size, seed, shuffle
+        self.usable, self.shuffle = list(usable), shuffle
+        self._batch_size, self._seed = batch_size, seed
         self._last: tuple[int, list[int]] = (-1, [])
         self.began = 0
 
     def __len__(self) -> int:
         """Usable rows."""
-        return len(self._usable)
+        return len(self.usable)
 
     def _epoch(self, epoch: int) -> list[int]:
         if self._last[0] != epoch:
-            order = list(self._usable)
-            if self._shuffle:
+            order = list(self.usable)
+            if self.shuffle:
                 random.Random(f"{self._seed}/{epoch}").shuffle(order)
             self._last = (epoch, order)
         return self._last[1]
@@ -39,14 +39,14 @@ class Order:
         """Rows of the file that iteration ``step`` (from 1) takes, ``batch_size`` of them."""
         if step <= self.began:
             raise ValueError(f"iterations of this data count from {self.began + 1}, got {step}")
-        size, step = len(self._usable), step - self.began
+        size, step = len(self.usable), step - self.began
         positions = range((step - 1) * self._batch_size, step * self._batch_size)
         return [self._epoch(p // size)[p % size] for p in positions]
 
     def epochs(self, step: int) -> float:
         """Passes over the data when iteration ``step`` is done."""
-        return (step - self.began) * self._batch_size / len(self._usable)
+        return (step - self.began) * self._batch_size / len(self.usable)
 
     def epoch_index(self, step: int) -> int:
         """The epoch, from 0, in which the first row of iteration ``step`` stands."""
-        return (step - self.began - 1) * self._batch_size // len(self._usable)
+        return (step - self.began - 1) * self._batch_size // len(self.usable)

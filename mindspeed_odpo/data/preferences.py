@@ -258,6 +258,10 @@ class Preferences:
         """The epoch, from 0, in which the first row of iteration ``step`` stands."""
         return self.order.epoch_index(step)
 
+    def facts(self) -> dict[str, Any]:
+        """What the iterations' rows depend on besides seed and batch size: a resumed run must find the same."""
+        return {"data": f"{len(self.usable)} rows, sha256 {self.digest()[:16]}", "shuffle": self.order.shuffle}
+
     def digest(self) -> str:
         """sha256 of everything a model sees of the usable rows: token ids, and which of them count."""
         total = hashlib.sha256()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -76,12 +78,20 @@ def encode_prompt(
 
 
 def decode_answers(tokenizer: PreTrainedTokenizerBase, rollout: Rollout) -> tuple[list[list[str]], list[list[list[int]]]]:
-    """``[P][K]`` texts without special tokens, and ``[P][K]`` token ids with the EOS and without padding."""
+    """``[P][K]`` texts without special tokens, and ``[P][K]`` token ids with the EOS and without padding.
+
+    The EOS that ended an answer is no text, also where a model ends on a token that its tokenizer does not call special.
+    """
     ids = [
         [[token for token, real in zip(row, mask, strict=True) if real] for row, mask in zip(rows, masks, strict=True)]
         for rows, masks in zip(rollout.response_ids.tolist(), rollout.response_mask.tolist(), strict=True)
     ]
-    texts = [[str(tokenizer.decode(a, skip_special_tokens=True, clean_up_tokenization_spaces=False)) for a in row] for row in ids]
+
+    def text(answer: list[int], finished: bool) -> str:
+        return str(tokenizer.decode(answer[:-1] if finished else answer, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    ended = rollout.finished.tolist()
+    texts = [[text(a, end) for a, end in zip(row, ends, strict=True)] for row, ends in zip(ids, ended, strict=True)]
     return texts, ids
 
 
@@ -116,6 +126,11 @@ class Prompts:
     def __len__(self) -> int:
         """Rows that fit."""
         return len(self.order)
+
+    def facts(self) -> dict[str, Any]:
+        """What the iterations' prompts depend on besides seed and batch size: a resumed run must find the same."""
+        total = hashlib.sha256(json.dumps([self._ids[i] for i in self.order.usable]).encode())
+        return {"data": f"{len(self)} prompts, sha256 {total.hexdigest()[:16]}", "shuffle": self.order.shuffle}
 
     @property
     def columns(self) -> tuple[str, ...]:

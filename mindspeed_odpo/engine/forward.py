@@ -242,8 +242,10 @@ def train_step(
         answers = torch.stack([batch.pairs.chosen[prompt, which], batch.pairs.rejected[prompt, which]])  # [2,n]
         used, back = torch.unique(prompt * num_answers + answers, return_inverse=True)
         rows = local_rows(pack_rows(rollout, used // num_answers, used % num_answers), config, device)
-        ref, tokens = batch.ref_logps[prompt, answers].to(device), lengths[prompt, answers].to(device)
-        weight, back = piece[1] * batch.pairs.keep[prompt, which].to(device, torch.float32), back.to(device)
+        keep = batch.pairs.keep[prompt, which]
+        # A pair with weight 0 may have any reference log-prob; 0 for it, since a NaN times 0 is a NaN.
+        ref = batch.ref_logps[prompt, answers].masked_fill(~keep, 0.0).to(device)
+        tokens, weight, back = lengths[prompt, answers].to(device), piece[1] * keep.to(device, torch.float32), back.to(device)
 
         def loss_func(token_logps: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             policy = sum_over_context(rows.sums(token_logps))[back]

@@ -38,7 +38,7 @@ def read_model(name: str, extra_dir: Path | None = None) -> ModelConfig:
         )
     try:
         tree = OmegaConf.to_container(OmegaConf.load(files[name]), resolve=True)
-    except (OmegaConfBaseException, YAMLError) as error:
+    except (OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{files[name]}: {' '.join(str(error).split())}") from error
     if not isinstance(tree, dict) or not isinstance(tree.get(name), dict):
         raise ConfigError(f"{files[name]}: expected the keys of the model under '{name}:'")
@@ -53,6 +53,8 @@ def write_random(out: Path, model: ModelConfig, tokenizer: Path, seed: int) -> N
     at all. DataError where it holds something already, and for a tokenizer that is missing or has no EOS; ConfigError for
     one with more entries than ``vocab_size``.
     """
+    if not 0 <= seed < 2**63:
+        raise ConfigError(f"--seed: must be in 0..{2**63 - 1}, got {seed}")
     out = out.expanduser().absolute()
     if out.exists() and not (out.is_dir() and next(out.iterdir(), None) is None):
         raise DataError(f"--out: {out} is not empty: remove it or choose another folder")
@@ -66,7 +68,10 @@ def write_random(out: Path, model: ModelConfig, tokenizer: Path, seed: int) -> N
         )
     if loaded.eos_token_id is None:
         raise DataError(f"the tokenizer in {tokenizer} has no eos_token: an answer could never end; add it to tokenizer_config.json")
-    out.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(f"--out: {out.parent} cannot be made ({error.strerror}); choose another folder") from error
     work = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     try:
         made = work / "made"

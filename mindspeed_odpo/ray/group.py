@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -135,8 +135,8 @@ class _ActorCalls:
     def __init__(self, group: RankGroup) -> None:
         self.group = group
 
-    def start(self) -> Pending:
-        return self.group.call("actor", "start")
+    def start(self, facts: Mapping[str, Any]) -> Pending:
+        return self.group.call("actor", "start", facts)
 
     def data_began(self) -> Pending:
         return self.group.call("actor", "data_began")

@@ -35,7 +35,7 @@ from torch.utils.tensorboard import SummaryWriter
 from mindspeed_odpo.config import Config
 from mindspeed_odpo.data.preferences import Preferences
 from mindspeed_odpo.data.prompts import Prompts, decode_answers
-from mindspeed_odpo.errors import DataError, WorkerError
+from mindspeed_odpo.errors import ConfigError, DataError, WorkerError
 from mindspeed_odpo.metrics import log_line, step_metrics
 from mindspeed_odpo.types import REASONS, Pairs, PromptBatch, Rollout, StepStats
 
@@ -44,10 +44,10 @@ WINDOW = 6
 """Iterations over which the summary averages the score at the start and at the end."""
 
 
-def free_run_dir(run_dir: Path, resume: bool) -> Path:
-    """``run_dir`` itself for a resumed run and where nothing lies there; else the first free of ``-2``, ``-3``, ...,
-    printed. Nothing is created, so that a start refused later leaves no trace. Called once, before roles get the config."""
-    if resume or not _occupied(run_dir):
+def free_run_dir(run_dir: Path) -> Path:
+    """``run_dir`` itself where nothing lies there; else the first free of ``-2``, ``-3``, ..., printed. Nothing is created, so
+    that a start refused later leaves no trace. Called once, before roles get the config."""
+    if not _occupied(run_dir):
         return run_dir
     number = 2
     while _occupied(run_dir.with_name(f"{run_dir.name}-{number}")):
@@ -55,6 +55,18 @@ def free_run_dir(run_dir: Path, resume: bool) -> Path:
     free = run_dir.with_name(f"{run_dir.name}-{number}")
     print(f"run folder: {free} ({run_dir} holds a former run)", flush=True)
     return free
+
+
+def resumed_run_dir(config: Config) -> Path:
+    """The folder of a run that goes on: its own, or a new one. ConfigError where it holds another run than the checkpoint's:
+    that run's log would be cut and its latest checkpoint be another one."""
+    load, own = config.actor.load.resolve(), config.checkpoint_dir.resolve()
+    if _occupied(config.run_dir) and load != own:
+        raise ConfigError(
+            f"training.run_dir {config.run_dir} holds a run whose checkpoints are in {own}, the one to resume is in {load}: "
+            f"set training.run_dir={load.parent}, or a new folder"
+        )
+    return config.run_dir
 
 
 def _occupied(folder: Path) -> bool:

@@ -122,8 +122,16 @@ def data_columns(rows: Sequence[Mapping[str, Any]], arguments: Sequence[str], pr
     """The data's columns as lists, None where a row lacks one. DataError for a column that has the name of an argument (but
     for ``prompts``, where it holds the prompts)."""
     columns = {key: [row.get(key) for row in rows] for key in dict.fromkeys(key for row in rows for key in row)}
+    own = [] if columns.get("prompts") == list(prompts) else ["prompts"]
+    free_columns(columns, [*(name for name in arguments if name != "prompts"), *own])
+    return columns
+
+
+def free_columns(columns: Iterable[str], arguments: Sequence[str]) -> list[str]:
+    """``columns`` as they are. DataError for one that has the name of an argument."""
+    columns = list(columns)
     for name in arguments:
-        if name in columns and not (name == "prompts" and columns[name] == list(prompts)):
+        if name in columns:
             raise DataError(f"column '{name}' of the data has the name of an argument of the reward; rename the column")
     return columns
 
@@ -142,8 +150,10 @@ class FunctionReward:
         self._functions = [(UserFunction(f.target), f.weight) for f in functions]
 
     def check(self, columns: Iterable[str]) -> None:
-        """``ConfigError`` where a function needs an argument that the data does not have."""
-        offered = [*self.ARGUMENTS, *columns]
+        """``ConfigError`` where a function needs an argument that the data does not have, ``DataError`` where a column has an
+        argument's name."""
+        # Whether a column "prompts" holds the prompts, as it may, shows when they come.
+        offered = [*self.ARGUMENTS, *free_columns(columns, [name for name in self.ARGUMENTS if name != "prompts"])]
         for function, _ in self._functions:
             function.check(offered)
 

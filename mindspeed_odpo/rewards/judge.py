@@ -7,7 +7,7 @@ from itertools import combinations
 from typing import Any
 
 from mindspeed_odpo.errors import WorkerError
-from mindspeed_odpo.rewards.function import UserFunction, data_columns
+from mindspeed_odpo.rewards.function import UserFunction, data_columns, free_columns
 
 
 class JudgeReward:
@@ -29,7 +29,7 @@ class JudgeReward:
 
     def check(self, columns: Iterable[str]) -> None:
         """``ConfigError`` where the judge needs an argument that the data does not have."""
-        self._judge.check([*self.ARGUMENTS, *columns])
+        self._judge.check([*self.ARGUMENTS, *free_columns(columns, ["first", "second"])])
 
     def score(
         self,
@@ -41,6 +41,8 @@ class JudgeReward:
     ) -> list[float | None]:
         """One score in [0, 1] for each of N answers; None where no comparison of the answer counts. All arguments have
         length N = P * ``answers_per_prompt``, the answers of a prompt side by side; ``response_ids`` are not read."""
+        if len(responses) % answers_per_prompt:
+            raise WorkerError(f"{self._judge.name}: {len(responses)} answers are not a multiple of {answers_per_prompt} a prompt")
         starts = range(0, len(responses), answers_per_prompt)
         pairs = [pair for start in starts for pair in combinations(range(start, start + answers_per_prompt), 2)]
         verdicts = self._ask([*pairs, *((b, a) for a, b in pairs)], prompts, responses, rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,21 +40,30 @@ class Actor:
         self.first_step, self._data_began = 0, 0
         self.saver = Saver(config.checkpoint_dir, config.save.keep_last, config.save.asynchronous)
         self._bad_in_a_row = 0
+        self._facts: Mapping[str, Any] = {}
+        self._then: Mapping[str, Any] = {}
         if resumes and config.actor.finetune:
             load_checkpoint(config.actor.load, self.chunks, None, config.actor.model)
             self.optimizer.reload_model_params()
         elif resumes:
-            self.first_step, facts = load_checkpoint(config.actor.load, self.chunks, self.optimizer, config.actor.model)
-            self._data_began = int(facts["data_began"]) if facts["data"] == config.data.digest else self.first_step
-            for name, now in self._facts().items():
-                if name not in ("data", "data_began") and name in facts and facts[name] != now:
-                    raise ConfigError(
-                        f"{name} is {now}, the checkpoint in {config.actor.load} was made with {facts[name]}: "
-                        "set it back to go on exactly, or finetune=true to start a new run from these weights"
-                    )
+            self.first_step, self._then = load_checkpoint(config.actor.load, self.chunks, self.optimizer, config.actor.model)
 
-    def start(self) -> int:
-        """The iteration that the weights come from: 0 for a fresh start, n after a checkpoint of iteration n."""
+    def start(self, facts: Mapping[str, Any]) -> int:
+        """The iteration that the weights come from: 0 for a fresh start, n after a checkpoint of iteration n.
+
+        ``facts``: what the data is and in which order it comes; they go into every checkpoint. ConfigError where the
+        checkpoint that is resumed was made with others: iteration n + 1 would not be what it would have been. Other data
+        (the fact ``data``) is no error: the run goes on, and that data starts at its first row.
+        """
+        self._facts = {"seed": self.config.seed, "global_batch_size": self.config.global_batch_size, **facts}
+        for name, now in self._facts.items():
+            if name != "data" and name in self._then and self._then[name] != now:
+                raise ConfigError(
+                    f"{name} is {now}, the checkpoint in {self.config.actor.load} was made with {self._then[name]}: "
+                    "set it back to go on exactly, or finetune=true to start a new run from these weights"
+                )
+        same = self._then.get("data") == self._facts.get("data")
+        self._data_began = int(self._then.get("data_began", 0)) if same else self.first_step
         return self.first_step
 
     def data_began(self) -> int:
@@ -96,21 +106,12 @@ class Actor:
 
     def save(self, step: int) -> Path:
         sync_params(self.ddps)
-        return self.saver.save(step, self.chunks, self.optimizer, self.config.actor.model, self._facts())
+        facts = {**self._facts, "data_began": self._data_began}
+        return self.saver.save(step, self.chunks, self.optimizer, self.config.actor.model, facts)
 
     def close(self) -> None:
         """Wait for a checkpoint that is still being written."""
         self.saver.finish()
-
-    def _facts(self) -> dict[str, Any]:
-        """What the order of prompts and answers depends on. A resume with other facts is another run; with other data it goes on,
-        and that data starts at its first row."""
-        config = self.config
-        facts = {"seed": config.seed, "global_batch_size": config.global_batch_size, "shuffle": config.data.shuffle}
-        facts |= {"data": config.data.digest, "data_began": self._data_began}
-        if config.stage == "ray_dpo":
-            facts |= {"answer_mask": config.data.answer_mask, "seq_length": config.rollout.seq_length}
-        return facts
 
     def export_hf(self, folder: Path) -> Path:
         """The policy as a Hugging Face folder, with the tokenizer; every rank calls it, the first one writes."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
@@ -77,6 +78,8 @@ class ReferenceCache:
         path = self.path
         if not path.exists():
             return None
+        if path.is_dir():
+            raise ConfigError(f"ref.logps_cache: {path} is a folder; name a file in it")
         try:
             with safe_open(path, framework="pt") as file:
                 found = dict(file.metadata() or {})
@@ -91,9 +94,22 @@ class ReferenceCache:
                 f"{path}: the reference log-probs in it were made from {'; '.join(differ)}. Delete the file to have them computed anew, "
                 "or name another one in ref.logps_cache"
             )
-        if tensors["row"].tolist() != list(self.data.usable) or tensors["ref_logps"].shape != (len(self.data.usable), 2):
-            raise DataError(f"{path}: {len(tensors['row'])} rows where {len(self.data.usable)} are used; delete it, it will be made anew")
+        rows, logps = tensors["row"], tensors["ref_logps"]
+        if rows.tolist() != list(self.data.usable) or logps.shape != (len(rows), 2) or logps.dtype != torch.float32:
+            raise DataError(f"{path}: {len(rows)} rows where {len(self.data.usable)} are used; delete it, it will be made anew")
+        if not logps.isfinite().all():
+            raise DataError(f"{path}: {int((~logps.isfinite()).sum())} log-probs are not finite; delete it, it will be made anew")
         return self._by_row(tensors["ref_logps"])
+
+    def check_place(self) -> None:
+        """ConfigError where the file could not be written: better before the reference has run than after."""
+        folder = self.path.parent
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            raise ConfigError(f"ref.logps_cache: {self.path} cannot be written ({error.strerror}); name another file") from error
 
     def _difference(self, part: str, then: str) -> str:
         config = self.config

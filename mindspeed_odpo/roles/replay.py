@@ -127,7 +127,7 @@ class ReplayEngine:
         where = f"{self._path}:{number}"
         try:
             row = json.loads(line.decode("utf-8"))
-        except ValueError as error:  # UnicodeDecodeError and JSONDecodeError
+        except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, nested too deeply
             raise DataError(f"{where}: not JSON ({error}); a run that was killed may leave half a line, delete it") from error
         if not isinstance(row, dict):
             raise DataError(f"{where}: expected a JSON object, found a {type(row).__name__}; give the completions.jsonl of a run")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from mindspeed_odpo.types import TrainBatch  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("single_rank")
 ACTOR = "actor_rollout_ref.actor_rollout"
+FACTS = {"data": "10 prompts, sha256 a", "shuffle": True}
 
 
 TRAINING = ("keep_last", "async_save")
@@ -57,8 +59,18 @@ def test_a_policy_that_starts_from_a_checkpoint_has_its_reference_there(folders,
     again = config(folders[0], tmp_path / "checkpoints", tmp_path / "again", finetune=True)
     assert again.reference.load == tmp_path / "checkpoints" and again.hf_folder == folders[0]
     actor, reference = (role(again, Host(again)) for role in (Actor, Reference))
-    assert actor.start() == 0
+    assert actor.start({}) == 0
     assert actor.update(batch(reference), 1, beta=0.1, global_pairs=5).mean("loss") == pytest.approx(0.693147, abs=1e-6)
+
+
+def test_a_step_without_a_pair_is_not_a_bad_one(folders, tmp_path):
+    """Iterations whose pairs were all dropped say nothing about the run's health."""
+    whole = config(folders[0], folders[0], tmp_path, on_nonfinite="skip")
+    actor = Actor(whole, Host(whole))
+    good = batch(Reference(whole, Host(whole)))
+    none = replace(good, pairs=replace(good.pairs, reason=torch.ones_like(good.pairs.reason)))
+    for step in range(1, MOST_BAD_UPDATES + 3):
+        assert actor.update(none, step, beta=0.1, global_pairs=0).skipped
 
 
 def test_a_run_whose_updates_are_all_nan_ends(folders, tmp_path):
@@ -83,6 +95,7 @@ def saved(folders, tmp_path):
     data.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
     whole = config(folders[0], folders[0], tmp_path, data_path=data, keep_last=1)
     actor = Actor(whole, Host(whole))
+    assert actor.start(FACTS) == 0
     pairs = batch(Reference(whole, Host(whole)))
     for step in (1, 2):
         actor.update(pairs, step, beta=0.1, global_pairs=5)
@@ -99,28 +112,29 @@ def test_a_run_keeps_the_newest(saved, tmp_path):
     assert sorted(path.name for path in (tmp_path / "checkpoints").glob("iter_*")) == ["iter_0000002"]
 
 
-def test_the_same_data_under_another_name_goes_on(folders, saved, tmp_path):
-    actor = resumed(folders, tmp_path, saved.rename(tmp_path / "renamed.jsonl"))
-    assert (actor.start(), actor.data_began()) == (2, 0)
+def test_the_same_data_goes_on(folders, saved, tmp_path):
+    actor = resumed(folders, tmp_path, saved)
+    assert (actor.start(FACTS), actor.data_began()) == (2, 0)
 
 
 def test_other_data_starts_at_its_first_row_and_stays_there(folders, saved, tmp_path):
     """Also after the next resume: the iteration at which it came in is in the checkpoint."""
-    saved.write_text('{"prompt": "c"}\n{"prompt": "d"}\n')
+    other = {**FACTS, "data": "9 prompts, sha256 b"}
     actor = resumed(folders, tmp_path, saved)
-    assert (actor.start(), actor.data_began()) == (2, 2)
+    assert (actor.start(other), actor.data_began()) == (2, 2)
     actor.save(3)
     actor = resumed(folders, tmp_path, saved)
-    assert (actor.start(), actor.data_began()) == (3, 2)
+    assert (actor.start(other), actor.data_began()) == (3, 2)
 
 
 def test_another_order_is_another_run(folders, saved, tmp_path):
     with pytest.raises(ConfigError, match="shuffle is False, the checkpoint in .* was made with True: set it back to go on exactly"):
-        resumed(folders, tmp_path, saved, shuffle="false")
+        resumed(folders, tmp_path, saved).start({**FACTS, "shuffle": False})
 
 
 def test_a_background_save_ends_with_the_actor(folders, saved, tmp_path):
     actor = resumed(folders, tmp_path, saved, async_save="true")
+    actor.start(FACTS)
     actor.save(3)
     actor.close()
     assert latest_iteration(tmp_path / "checkpoints") == 3

@@ -704,6 +704,23 @@ def test_offline_dpo_sets_no_rank_aside_for_a_rollout(tree: dict[str, Any]) -> N
     assert "separate: actor 2 ranks, reference 1 rank; 3 ranks in all" in describe(parse(offline, "test"))
 
 
+def test_keys_that_nothing_reads_are_named(tree: dict[str, Any], folder: Path) -> None:
+    """Not silent, and still checked: a wrong value of an unused key is an error."""
+
+    def ignored(**settings: Any) -> str:
+        lines = [line for line in parse(with_keys(tree, **settings), "test").notices if line.startswith("ignored, nothing reads it")]
+        return "".join(lines)
+
+    assert ignored() == ""
+    assert ignored(A__answer_mask="dialogue", R__logps_cache=str(folder / "x")).endswith(
+        f"{ACTOR}.answer_mask, actor_rollout_ref.ref.logps_cache"
+    )
+    assert "actor_rollout_ref.ref.micro_batch_size" in ignored(A__dpo_loss_type="simpo", R__micro_batch_size=2)
+    offline = {**with_keys(tree, training__stage="ray_dpo", algorithm__pair_ties="first"), "reward": None}
+    assert any("algorithm.pair_ties" in line and f"{ACTOR}.temperature" in line for line in parse(offline, "test").notices)
+    assert "pair_min_margin: must be >= 0" in error_of(offline, algorithm__pair_min_margin=-1)
+
+
 def test_one_kind_of_reward(tree: dict[str, Any], folder: Path) -> None:
     def reward(**settings: Any) -> dict[str, Any]:
         return {**tree, "reward": settings}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -248,3 +249,6 @@ def test_answers_lose_special_tokens_and_padding():
     texts, answer_ids = decode_answers(byte_tokenizer(), rollout)
     assert texts == [["hi", "abcd"]]
     assert answer_ids == [[[*ids("hi"), EOS], ids("abcd")]]
+    plain = ids("!")[0]  # a model may end on a token that its tokenizer does not call special
+    ended = replace(rollout, response_ids=torch.where(rows == EOS, plain, rows))
+    assert decode_answers(byte_tokenizer(), ended)[0] == [["hi", "abcd"]]

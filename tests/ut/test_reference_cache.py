@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from offline import LONG, ROWS, load, make_config, write_rows
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from mindspeed_odpo.errors import ConfigError, DataError, WorkerError
@@ -107,6 +108,8 @@ CHANGES = [
     (lambda home: {"actor_rollout_ref__actor_rollout__answer_mask": "dialogue"}, "other settings (answer_mask answer, seq_length 64"),
     (lambda home: {"training__seq_length": 300}, "now answer_mask answer, seq_length 300"),
     (lambda home: {"training__bf16": "true"}, "precision bf16"),
+    (lambda home: {"actor_rollout_ref__ref__rotary_interleaved": "true"}, "made from another model than"),
+    (lambda home: {"actor_rollout_ref__ref__attention_softmax_in_fp32": "true"}, "made from another model than"),
 ]
 
 
@@ -155,6 +158,27 @@ def test_a_file_that_is_none(home):
         cache.read()
     save_file({"weight": torch.zeros(1)}, cache.path)
     with pytest.raises(ConfigError, match=r"here\.safetensors: not a file of reference log-probs"):
+        cache.read()
+
+
+@pytest.mark.parametrize("place", ["rows.jsonl/x", "model"])
+def test_a_place_that_cannot_be_written_is_told_before_the_work(home, place):
+    cache = cache_of(home, actor_rollout_ref__ref__logps_cache=place)
+    with pytest.raises(ConfigError, match="ref.logps_cache: .* (cannot be written|is a folder; name a file in it)"):
+        cache.check_place()
+        cache.read()
+
+
+def test_a_file_with_a_nan_or_another_precision_is_refused(home):
+    cache = cache_of(home)
+    cache.fill(Formula())
+    with safe_open(cache.path, framework="pt") as file:
+        told, good = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+    save_file({**good, "ref_logps": good["ref_logps"] * float("nan")}, cache.path, told)
+    with pytest.raises(DataError, match="log-probs are not finite; delete it"):
+        cache.read()
+    save_file({**good, "ref_logps": good["ref_logps"].double()}, cache.path, told)
+    with pytest.raises(DataError, match="delete it, it will be made anew"):
         cache.read()
 
 

@@ -59,6 +59,16 @@ def test_no_opinion(tmp_path):
     assert score(returning(tmp_path, source)) == [0.5, 0.5, None, None]
 
 
+def test_no_opinion_in_the_other_order_is_a_tie_too(tmp_path):
+    """The judge answers when "b" stands second and says nothing when it stands first."""
+    assert score(returning(tmp_path, "[None if a > b else 0 for a, b in zip(first, second)]")) == [0.5] * 4
+
+
+def test_answers_that_are_no_whole_prompts(tmp_path):
+    with pytest.raises(WorkerError, match="4 answers are not a multiple of 3 a prompt"):
+        score(returning(tmp_path, LONGER), k=3)
+
+
 def test_no_opinion_on_one_answer_leaves_the_others_scored(tmp_path):
     """Of three answers "?" is never judged; "a" against "bb" is."""
     source = "[None if '?' in (a, b) else int(len(b) > len(a)) for a, b in zip(first, second)]"
@@ -133,3 +143,5 @@ def test_an_argument_that_is_not_there(tmp_path):
 def test_a_column_named_like_an_argument(tmp_path):
     with pytest.raises(DataError, match="column 'first' of the data has the name of an argument .* rename the column"):
         score(returning(tmp_path, LONGER), first=["g", "h"])
+    with pytest.raises(DataError, match="column 'second'"):  # told before a run starts
+        returning(tmp_path, LONGER).check(["prompt", "second"])

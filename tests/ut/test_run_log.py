@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import re
+import select
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,9 +19,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from mindspeed_odpo.config import DataConfig, PairsConfig
 from mindspeed_odpo.data.prompts import Prompts
 from mindspeed_odpo.engine.forward import STATS
-from mindspeed_odpo.errors import DataError, WorkerError
+from mindspeed_odpo.errors import ConfigError, DataError, WorkerError
 from mindspeed_odpo.pairs import make_pairs
-from mindspeed_odpo.report.run_log import RunLog, free_run_dir
+from mindspeed_odpo.report.run_log import RunLog, free_run_dir, resumed_run_dir
 from mindspeed_odpo.types import Pairs, Rollout, StepStats
 
 NAN = float("nan")
@@ -195,16 +196,28 @@ def test_making_a_log_touches_nothing(tmp_path, prompts):
 
 def test_free_run_dir(tmp_path, capsys):
     run = tmp_path / "v1.5"
-    assert free_run_dir(run, resume=False) == run
+    assert free_run_dir(run) == run
     run.mkdir()
-    assert free_run_dir(run, resume=False) == run  # empty: nothing to lose
+    assert free_run_dir(run) == run  # empty: nothing to lose
     (run / "train.log").write_text("x")
     (tmp_path / "v1.5-2").write_text("a file in the way")
     assert capsys.readouterr().out == ""
-    assert free_run_dir(run, resume=False) == tmp_path / "v1.5-3"
+    assert free_run_dir(run) == tmp_path / "v1.5-3"
     assert f"run folder: {tmp_path / 'v1.5-3'}" in capsys.readouterr().out
     assert not (tmp_path / "v1.5-3").exists()
-    assert free_run_dir(run, resume=True) == run
+    config = SimpleNamespace(run_dir=run, checkpoint_dir=run / "checkpoints", actor=SimpleNamespace(load=run / "checkpoints"))
+    assert resumed_run_dir(config) == run
+
+
+def test_a_resume_does_not_touch_another_run(tmp_path):
+    """The second run of a config lies in X-2; its resume with the config's own run_dir X would cut the first run's files."""
+    first, second = tmp_path / "x", tmp_path / "x-2"
+    first.mkdir()
+    config = SimpleNamespace(run_dir=first, checkpoint_dir=first / "checkpoints", actor=SimpleNamespace(load=second / "checkpoints"))
+    assert resumed_run_dir(config) == first  # empty: nothing to lose
+    (first / "metrics.jsonl").write_text("")
+    with pytest.raises(ConfigError, match=f"set training.run_dir={second}, or a new folder"):
+        resumed_run_dir(config)
 
 
 def test_answers_to_other_prompts_end_the_run(tmp_path, prompts):
@@ -267,7 +280,10 @@ def test_progress_bar_on_a_terminal(tmp_path, prompts, monkeypatch, columns):
                 iteration(log, prompts, step)
         monkeypatch.undo()
         terminal.flush()
-        shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", os.read(ours, 1 << 16).decode())
+        written = b""
+        while select.select([ours], [], [], 0.5)[0]:  # one read gives what is there, not all that was written
+            written += os.read(ours, 1 << 16)
+        shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written.decode())
     os.close(ours)
     assert "100/100" in shown and "loss 0.7000 reward 0.400 margin 1.000 EOS 62% 0.0 s/step" in shown
     assert "INFO:root" not in shown

@@ -55,6 +55,52 @@ def gaps(policy, batch: TrainBatch) -> list[float]:
     return (chosen - rejected)[batch.pairs.keep].tolist()
 
 
+@pytest.mark.parametrize(("reduction", "divisors"), [("sum", (1, 1)), ("masked_mean", (3, 4)), ("padded_mean", (50, 50))])
+def test_tokens_that_do_not_count_are_not_in_the_mean(policy, reference, reduction, divisors):
+    """A dialogue whose middle tokens are the user's: log-probs and their number are of the counted tokens alone."""
+    whole = problem.rollout().select([1])  # two answers of four tokens
+    mask = whole.response_mask.clone()
+    mask[0, 0, 1] = False
+    dialogue = replace(whole, loss_mask=mask)
+    zero = torch.zeros(1, 1, dtype=torch.int64)
+    batch = batch_of(reference, dialogue, Pairs(chosen=zero, rejected=zero + 1, margin=torch.zeros(1, 1), reason=zero))
+    sums = forward.answer_logps(policy.model, dialogue, 1, CPU)
+    ratio = (sums - batch.ref_logps) / torch.tensor([divisors])
+    expected = torch.nn.functional.softplus(-problem.BETA * (ratio[0, 0] - ratio[0, 1])).item()
+    stats = problem.step(policy, batch, loss=LossConfig(reduction=reduction, padded_length=50))
+    assert stats.mean("loss") == pytest.approx(expected, rel=1e-6)
+    assert stats.mean("sft") == pytest.approx(-sums[0, 0].item() / 3, rel=1e-6)
+
+
+def test_a_dropped_pair_may_hold_anything(policy, reference):
+    """A rank whose pairs are all dropped runs its first one with weight 0, and a NaN times 0 would be a NaN."""
+    batch = batch_of(reference)
+    none = replace(batch.pairs, reason=torch.ones_like(batch.pairs.reason))
+    batch.ref_logps[0] = float("nan")
+    stats = problem.step(policy, replace(batch, pairs=none), global_pairs=5)
+    assert stats.pairs == 0 and stats.grad_norm == 0.0 and all(value == 0.0 for value in stats.sums.values())
+
+
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+def test_either_a_loss_or_a_gradient_that_is_not_finite_stops(policy, reference, monkeypatch, where):
+    """A finite loss may have an infinite gradient, and the other way round."""
+    inner = forward.preference_loss
+
+    class Spoil(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x + float("inf") if where == "loss" else x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * float("inf") if where == "gradient" else grad
+
+    monkeypatch.setattr(forward, "preference_loss", lambda *args, **kwargs: Spoil.apply(inner(*args, **kwargs)))
+    before = policy.weights()
+    assert problem.step(policy, batch_of(reference), nonfinite="skip").nonfinite
+    assert all(torch.equal(value, before[name]) for name, value in policy.weights().items())
+
+
 @pytest.mark.parametrize("reduction", ["sum", "masked_mean", "padded_mean"])
 @pytest.mark.parametrize("kind", LOSS_TYPES)
 def test_every_loss_is_the_formula_on_the_models_log_probs(policy, reference, kind, reduction):
@@ -74,6 +120,10 @@ def test_every_loss_is_the_formula_on_the_models_log_probs(policy, reference, ki
     expected = each[batch.pairs.keep[:, 0]].mean().item()
     one = problem.step(policy, batch, 1, loss=loss)
     assert one.mean("loss") == pytest.approx(expected, rel=1e-5)
+    # logged log-probs are sums over an answer's tokens, whatever the loss reduces them to
+    keep = batch.pairs.keep[:, 0]
+    assert one.mean("logps_chosen") == pytest.approx(policy_logps[row, at[0]][keep].mean().item(), rel=1e-5)
+    assert one.mean("ref_logps_rejected") == pytest.approx(batch.ref_logps[row, at[1]][keep].mean().item(), rel=1e-5)
     again = problem.load(policy.folder, True)
     four = problem.step(again, batch, 4, loss=loss)
     assert four.mean("loss") == pytest.approx(expected, rel=1e-5) and four.grad_norm == pytest.approx(one.grad_norm, rel=1e-4)

@@ -38,7 +38,7 @@ class World:
         self.betas: list[float] = []
         self.rows: list[list[int]] = []
         self.actor = SimpleNamespace(
-            start=lambda: 0,
+            start=lambda facts: 0,
             data_began=lambda: 0,
             update=self.update,
             save=lambda step: self.calls.append(f"save {step}"),

@@ -69,6 +69,18 @@ def test_every_field_of_a_rollout_is_checked():
             replace(good, **{name: getattr(good, name).to(torch.float16)}).check()
 
 
+def test_padding_stands_on_one_side_and_no_prompt_is_empty():
+    """Rows are packed by lengths: a hole would shift every token behind it, an empty prompt would predict from another place."""
+    good = rollout()
+    hole = torch.tensor([True, False, True])
+    with pytest.raises(WorkerError, match="Rollout.prompt_mask: a prompt has no token"):
+        replace(good, prompt_mask=torch.zeros(4, 3, dtype=torch.bool)).check()
+    with pytest.raises(WorkerError, match="Rollout.prompt_mask: .* padding stands on the left alone"):
+        replace(good, prompt_mask=hole.expand(4, 3)).check()
+    with pytest.raises(WorkerError, match="Rollout.response_mask: .* padding stands on the right alone"):
+        replace(good, response_ids=good.response_ids[..., :3], response_mask=hole.expand(4, 2, 3)).check()
+
+
 def test_select_then_concat_is_the_same_batch():
     whole = rollout(4)
     again = Rollout.concat([whole.select([0, 1]), whole.select([2, 3])])
