@@ -64,7 +64,7 @@ def test_tokens_that_do_not_count_are_not_in_the_mean(policy, reference, reducti
     dialogue = replace(whole, loss_mask=mask)
     zero = torch.zeros(1, 1, dtype=torch.int64)
     batch = batch_of(reference, dialogue, Pairs(chosen=zero, rejected=zero + 1, margin=torch.zeros(1, 1), reason=zero))
-    sums = forward.answer_logps(policy.model, dialogue, 1, CPU)
+    sums = forward.answer_logps(policy.chunks, dialogue, 1, CPU)
     ratio = (sums - batch.ref_logps) / torch.tensor([divisors])
     expected = torch.nn.functional.softplus(-problem.BETA * (ratio[0, 0] - ratio[0, 1])).item()
     stats = problem.step(policy, batch, loss=LossConfig(reduction=reduction, padded_length=50))
