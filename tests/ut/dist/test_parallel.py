@@ -183,6 +183,75 @@ def test_bf16_is_near_one_process(models, one):
     assert 0 < found["log-probs"] < 5e-3 and found["loss"] < 5e-2 and found["weights"] < 5e-2
 
 
+def watched(rank: int, port: int, folders: tuple[Path, Path], parallel: ParallelConfig, drop_outputs: bool) -> dict[str, Any]:
+    """A training whose sends between stages carry a copy, to be compared with the tensor when the schedule waits for it, and whose
+    receives hold NaN until then."""
+    join(parallel, rank, port)
+    import torch.distributed as dist
+    from megatron.core.pipeline_parallel import p2p_communication
+
+    from mindspeed_odpo.engine import model as model_module
+
+    changed = [0, 0]  # of all sends
+
+    class Work:
+        def __init__(self, work: Any, tensor: torch.Tensor, copy: torch.Tensor, received: bool) -> None:
+            self.parts = work, tensor, copy, received
+
+        @torch.no_grad()
+        def wait(self) -> None:
+            work, tensor, copy, received = self.parts
+            work.wait()
+            if received:
+                tensor.copy_(copy)
+            else:
+                changed[0] += tensor.shape != copy.shape or not torch.equal(tensor, copy)
+                changed[1] += 1
+
+    isend, irecv, exchange = dist.isend, dist.irecv, p2p_communication._p2p_ops
+
+    def send(tensor: torch.Tensor, dst: int, group: Any) -> Work:
+        copy = tensor.detach().clone()
+        return Work(isend(copy, dst, group), tensor, copy, False)
+
+    @torch.no_grad()
+    def receive(tensor: torch.Tensor, src: int, group: Any) -> Work:
+        copy = torch.empty_like(tensor)
+        tensor.fill_(torch.nan)
+        return Work(irecv(copy, src, group), tensor, copy, True)
+
+    def watched_exchange(**tensors: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patch:  # not for the shapes, which go in a batch
+            patch.setattr(dist, "isend", send)
+            patch.setattr(dist, "irecv", receive)
+            return exchange(**tensors)
+
+    config = model_module.transformer_config
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(p2p_communication, "_p2p_ops", watched_exchange)
+        if drop_outputs:
+            patch.setattr(model_module, "transformer_config", lambda *args: _with_outputs_dropped(config(*args)))
+        seen = train(rank, folders, parallel, {}, 1, 40, "")
+    return {**seen, "changed": changed}
+
+
+def _with_outputs_dropped(config: Any) -> Any:
+    config.deallocate_pipeline_outputs = True
+    return config
+
+
+@pytest.mark.parametrize("drop_outputs", [False, pytest.param(True, id="mutant outputs dropped early")])
+def test_nothing_changes_while_it_is_sent(drop_outputs, models, one):
+    """Interleaved stages send beside their work. On a CPU nobody keeps a tensor's memory until it is gone; one that is dropped
+    before is a wrong number now and then, on a busy machine."""
+    parallel = ParallelConfig(pipeline=2, virtual=2)
+    ranks = launcher.run(2, watched, models["tied"], parallel, drop_outputs, timeout=TIMEOUT)
+    assert max(deviations(one["tied"][""], ranks, parallel).values()) <= LIMIT
+    for seen in ranks:
+        changed, sends = seen["changed"]
+        assert sends > 50 and (changed > 0 if drop_outputs else changed == 0)
+
+
 # ---------------------------------------------------------------- the reward model
 
 
