@@ -283,8 +283,9 @@ def ours_side(config: Any) -> None:
         def update(batch: Any, step: int, beta: float) -> Any:
             return actor.update(batch, step, beta, global_pairs=int(batch.pairs.keep.sum()))
 
-        def sync_weights(version: int) -> None:
-            rollout.load_weights(version, actor.weights())
+        def sync_weights(version: int) -> int:
+            rollout.load_weights(version, actor.weight_layout().gather())
+            return 0
 
         roles = SimpleNamespace(
             actor=SimpleNamespace(update=update),

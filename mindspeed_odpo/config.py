@@ -31,6 +31,7 @@ from mindspeed_odpo.keys import (
     SAMPLING_KEYS,
     SMOOTHED,
     TRAINING,
+    UNEVEN,
     WITHOUT_MEANING,
     Key,
     names,
@@ -64,21 +65,53 @@ class ModelConfig:
     norm_epsilon: float = 1e-5
     add_qkv_bias: bool = False
     untie_embeddings_and_output_weights: bool = False
+    num_experts: int | None = None
+    """Experts of every MLP; None: a dense model."""
+    moe_router_topk: int = 2
+    """Experts that a token visits; their weights are a softmax over these."""
+    moe_ffn_hidden_size: int | None = None
+    """Width of one expert; None: ffn_hidden_size."""
+    moe_aux_loss_coeff: float = 0.0
+    """Weight of the router's load-balancing loss in the gradient; it is in no logged loss."""
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """Megatron's parallel sizes of one role. ``data`` is the number of data-parallel ranks."""
+    """Megatron's parallel sizes of one role, and how its gradients and optimizer are spread."""
 
     tensor: int = 1
     pipeline: int = 1
     context: int = 1
     expert: int = 1
+    """Ranks that share the experts; taken out of data and context, as Megatron does."""
     data: int = 1
+    virtual: int = 1
+    """Model chunks a pipeline stage (interleaved schedule); 1: one."""
+    sequence: bool = False
+    """Sequence parallelism: activations between tensor-parallel parts are split over the sequence."""
+    zero1: bool = False
+    """Optimizer state split over data-parallel ranks (Megatron's distributed optimizer)."""
+    overlap: bool = False
+    """Gradient reduction (with ``zero1`` the weights' gathering too) runs beside the computation."""
 
     @property
     def world_size(self) -> int:
         return self.tensor * self.pipeline * self.context * self.data
+
+    def data_index(self, rank: int) -> int:
+        """The data-parallel index of a rank, in Megatron's order tensor, context, data, pipeline (fastest first)."""
+        return rank // (self.tensor * self.context) % self.data
+
+    @property
+    def copy_size(self) -> int:
+        """Ranks that hold one copy of the model together."""
+        return self.tensor * self.pipeline * self.context
+
+    def __str__(self) -> str:
+        """``TP 2 x PP 2 x DP 1``: the factors of the world size, those of 1 left out but for tensor and data."""
+        sizes = [("TP", self.tensor), ("PP", self.pipeline), ("CP", self.context), ("DP", self.data)]
+        words = [f"{name} {size}" for name, size in sizes if size > 1 or name in ("TP", "DP")]
+        return " x ".join(words)
 
 
 @dataclass(frozen=True)
@@ -242,6 +275,10 @@ class SaveConfig:
     """Checkpoints; None: RUN/checkpoints."""
     interval: int = 0
     """Iterations between checkpoints; 0: only at the end."""
+    keep_last: int = 0
+    """So many of the newest checkpoints stay; 0: all."""
+    asynchronous: bool = False
+    """Checkpoints are written beside the training, by forked processes."""
     export_hf: bool = True
     """Write the trained policy as a Hugging Face folder, RUN/policy_hf, at the end."""
     checkpoint_at_end: bool = True
@@ -275,6 +312,10 @@ class Config:
     """Torch threads of one rank on a CPU; 0: the cores, shared among the ranks that compute at the same time."""
     timeout_minutes: float = 30.0
     """Longest wait of one collective or one role's call."""
+    sync_checksum: Literal["first", "always", "never"] = "first"
+    """Weight syncs that compare what the rollout holds with what the actor sent."""
+    verify_sync: bool = True
+    """After the first sync the rollout's greedy answers to a few prompts must be the actor's own, or the run ends."""
     forwarded: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """``actor_rollout``, ``ref`` -> keys that are not ours and go to Megatron's TransformerConfig (standalone) or the host's parser."""
     notices: tuple[str, ...] = ()
@@ -414,13 +455,13 @@ class _Parser:
         self._pick_model(REF, actor_model)
         get = self.get
         iters, batch, length = get(TRAINING, "train_iters"), get(TRAINING, "global_batch_size"), get(TRAINING, "seq_length")
-        parallel = self._parallel(batch)
         model, reference_model = self._model(ACTOR, length), self._model(REF, length)
         if (model.vocab_size, model.padded_vocab_size) != (reference_model.vocab_size, reference_model.padded_vocab_size):
             raise ConfigError(
                 f"{REF}.model: '{reference_model.name}' has {reference_model.vocab_size} tokens ({reference_model.padded_vocab_size} rows),"
                 f" the policy's '{model.name}' {model.vocab_size} ({model.padded_vocab_size}): both must score the same ids"
             )
+        parallel = self._parallel(batch, model, reference_model)
         load, reference_load = self._loads()
         tokenizer = self._tokenizer(load)
         run_name = get(TRAINING, "run_name", name)
@@ -465,10 +506,17 @@ class _Parser:
             data=self._data(),
             pairs=self._pairs(),
             save=SaveConfig(
-                get(ACTOR, "save", None), get(TRAINING, "save_interval"), get(TRAINING, "export_hf"), get(TRAINING, "checkpoint_at_end")
+                get(ACTOR, "save", None),
+                get(TRAINING, "save_interval"),
+                get(TRAINING, "keep_last"),
+                get(TRAINING, "async_save"),
+                get(TRAINING, "export_hf"),
+                get(TRAINING, "checkpoint_at_end"),
             ),
             cpu_threads=get(TRAINING, "cpu_threads"),
             timeout_minutes=get(TRAINING, "timeout_minutes"),
+            sync_checksum=get(TRAINING, "sync_checksum"),
+            verify_sync=get(TRAINING, "verify_sync"),
             forwarded={"actor_rollout": self._forwarded(ACTOR), "ref": self._forwarded(REF)},
         )
         return replace(config, notices=self._notices())
@@ -526,6 +574,9 @@ class _Parser:
         scaled = get("rope_scaling_type") is not None
         if scaled != (get("rope_scaling_factor") is not None):
             raise ConfigError(f"model.{name}: rope_scaling_type: llama3 and rope_scaling_factor go together, only one of them is set")
+        experts, visited = get("num_experts", None), get("moe_router_topk")
+        if experts is not None and visited > experts:
+            raise ConfigError(f"model.{name}: moe_router_topk {visited} is more than num_experts {experts}: set it to {experts} or less")
         return ModelConfig(
             name=name,
             num_layers=get("num_layers"),
@@ -546,21 +597,63 @@ class _Parser:
             norm_epsilon=get("norm_epsilon"),
             add_qkv_bias=get("add_qkv_bias"),
             untie_embeddings_and_output_weights=get("untie_embeddings_and_output_weights"),
+            num_experts=experts,
+            moe_router_topk=visited,
+            moe_ffn_hidden_size=get("moe_ffn_hidden_size", None) if experts else None,
+            moe_aux_loss_coeff=get("moe_aux_loss_coeff"),
         )
 
-    def _parallel(self, batch: int) -> dict[str, ParallelConfig]:
-        """Data-parallel sizes of every role, ``rollout`` included."""
-        for role in _ROLES:
-            for size in ("tensor", "pipeline", "context", "expert"):
-                self._only_one(role, f"{size}_model_parallel_size" if size != "context" else "context_parallel_size")
-        self._only_one(ACTOR, "inference_tensor_model_parallel_size")
-        pools = {name: sum(self.get(POOL, name)) if self.was_set(POOL, name) else None for name in names(POOL)}
+    def _parallel(self, batch: int, model: ModelConfig, reference: ModelConfig) -> dict[str, ParallelConfig]:
+        """Parallel sizes of every role, ``rollout`` included."""
         colocate = self.get(TRAINING, "placement") == "colocate"
-        train = self.get(ACTOR, "num_gpus_for_train")
+        actor = self._layout(ACTOR, model)
+        layouts = {
+            ACTOR: actor,
+            "rollout": ParallelConfig(tensor=self.get(ACTOR, "inference_tensor_model_parallel_size")),
+            REF: self._layout(REF, reference, actor if colocate else None),
+            REWARD: self._reward_layout(actor if colocate else None),
+        }
+        check_split(model, layouts["rollout"], f"{ACTOR}.inference_tensor_model_parallel_size")
+        ranks = self._ranks(layouts, colocate)
+        sources = {ACTOR: "num_gpus_for_train", "rollout": "num_gpus_for_infer", REF: "resource_pool.ref", REWARD: "resource_pool.reward"}
+        if colocate:
+            sources = dict.fromkeys(sources, "num_gpus_for_train")
+        online = self.get(TRAINING, "stage") == "ray_online_dpo"
+        return {
+            role: self._with_data(sources[role], ranks[role], layout, batch)
+            for role, layout in layouts.items()
+            if online or role in (ACTOR, REF)
+        } | ({} if online else {"rollout": ParallelConfig(), REWARD: ParallelConfig()})
+
+    def _with_data(self, source: str, ranks: int, layout: ParallelConfig, batch: int) -> ParallelConfig:
+        """``layout`` with the data-parallel size that ``ranks`` leave."""
+        copy = layout.copy_size
+        if ranks % copy:
+            low, words = ranks - ranks % copy, str(layout).removesuffix(f" x DP {layout.data}")
+            raise ConfigError(
+                f"{source} {ranks} does not divide by the {copy} ranks ({words}) of one copy of the model: use {_or(low, low + copy)}"
+            )
+        data = ranks // copy
+        if data * layout.context % layout.expert:
+            raise ConfigError(
+                f"{source} {ranks} gives {data * layout.context} data- and context-parallel ranks, which do not divide by "
+                f"expert_model_parallel_size {layout.expert}: use {copy * layout.expert} ranks or a multiple"
+            )
+        if batch % data:
+            low = batch - batch % data
+            raise ConfigError(
+                f"training.global_batch_size {batch} does not divide by the {data} data-parallel ranks of {source}: "
+                f"use {_or(low, low + data)}, or other ranks"
+            )
+        return replace(layout, data=data)
+
+    def _ranks(self, layouts: Mapping[str, ParallelConfig], colocate: bool) -> dict[str, int]:
+        """Ranks of every role: what the config asks for, else one copy of each model."""
+        pools = {name: sum(self.get(POOL, name)) if self.was_set(POOL, name) else None for name in names(POOL)}
+        train = self.get(ACTOR, "num_gpus_for_train", layouts[ACTOR].copy_size)
         if colocate:
             if not self.was_set(ACTOR, "num_gpus_for_train"):
-                train = pools["actor_rollout"] or 1
-            infer = ref = reward = train
+                train = pools["actor_rollout"] or train
             for path, count in (
                 (f"{ACTOR}.num_gpus_for_infer", self.get(ACTOR, "num_gpus_for_infer", train)),
                 *((f"{POOL}.{name}", count or train) for name, count in pools.items()),
@@ -570,30 +663,99 @@ class _Parser:
                         f"{path}: {count} ranks, but with training.placement=colocate all roles live on the same {train} "
                         f"(num_gpus_for_train): set it to {train} or leave it out"
                     )
-        else:
-            infer, ref, reward = self.get(ACTOR, "num_gpus_for_infer", 1), pools["ref"] or 1, pools["reward"] or 1
-            both = pools["actor_rollout"]
-            if self.get(TRAINING, "stage") == "ray_dpo" and both == train:
-                both = None  # nobody answers, and no rank has to be set aside for it
-            if both is not None and train + infer != both:
-                raise ConfigError(
-                    f"{POOL}.actor_rollout: {both} ranks, but num_gpus_for_train {train} + num_gpus_for_infer {infer} = {train + infer}: "
-                    "make them equal, or set training.placement=colocate"
-                )
-        sizes = {ACTOR: train, "rollout": infer, REF: ref, REWARD: reward}
-        sources = {ACTOR: "num_gpus_for_train", "rollout": "num_gpus_for_infer", REF: "resource_pool.ref", REWARD: "resource_pool.reward"}
-        for role, ranks in sizes.items():
-            if batch % ranks:
-                raise ConfigError(
-                    f"training.global_batch_size {batch} does not divide by the {ranks} data-parallel ranks of {sources[role]}: "
-                    f"use {batch - batch % ranks or ranks} or {batch - batch % ranks + ranks}, or other ranks"
-                )
-        return {role: ParallelConfig(data=ranks) for role, ranks in sizes.items()}
+            return dict.fromkeys(layouts, train)
+        infer = self.get(ACTOR, "num_gpus_for_infer", layouts["rollout"].copy_size)
+        both = pools["actor_rollout"]
+        if self.get(TRAINING, "stage") == "ray_dpo" and both == train:
+            both = None  # nobody answers, and no rank has to be set aside for it
+        if both is not None and train + infer != both:
+            raise ConfigError(
+                f"{POOL}.actor_rollout: {both} ranks, but num_gpus_for_train {train} + num_gpus_for_infer {infer} = {train + infer}: "
+                "make them equal, or set training.placement=colocate"
+            )
+        return {
+            ACTOR: train,
+            "rollout": infer,
+            REF: pools["ref"] or layouts[REF].copy_size,
+            REWARD: pools["reward"] or layouts[REWARD].copy_size,
+        }
 
-    def _only_one(self, role: str, name: str) -> None:
-        size = self.get(role, name)
-        if size != 1:
-            raise ConfigError(f"{self.find(role, name)[0]}: {size}; this version trains with data parallelism only: set it to 1")
+    def _layout(self, role: str, model: ModelConfig | None, like: ParallelConfig | None = None) -> ParallelConfig:
+        """Sizes of one copy of a role's model. ``model`` None: read later, from the folder in ``load``. ``like``: the actor's
+        sizes, where the role shares its ranks: one process has one set of Megatron's groups."""
+        sizes = {part: self.get(role, name, getattr(like or ParallelConfig(), part)) for part, name in _SIZES.items()}
+        for part, name in _SIZES.items():
+            if like is not None and sizes[part] != getattr(like, part):
+                raise ConfigError(
+                    f"{self.find(role, name)[0]}: {sizes[part]}, but with training.placement=colocate the policy's "
+                    f"{getattr(like, part)} holds for all roles but the rollout: set it to {getattr(like, part)} or leave it out"
+                )
+        layout = ParallelConfig(**sizes, sequence=self._sequence(role, sizes["tensor"]))
+        if model is None:
+            return layout
+        layout = replace(layout, virtual=self._virtual(role, model, layout, like))
+        if role == ACTOR:
+            zero1, overlap = self.get(role, "use_distributed_optimizer"), self.get(role, "overlap_grad_reduce")
+            gather = self.get(role, "overlap_param_gather", zero1 and overlap)
+            if gather and not (zero1 and overlap):
+                raise ConfigError(
+                    f"{self.find(role, 'overlap_param_gather')[0]}: true needs use_distributed_optimizer and overlap_grad_reduce, got "
+                    f"{_show(zero1)} and {_show(overlap)}: set both to true, or it to false"
+                )
+            if not gather and zero1 and overlap:
+                self.notices.append("overlap_param_gather: false is not kept apart: overlap_grad_reduce stands for the weights too")
+            layout = replace(layout, zero1=zero1, overlap=overlap)
+        check_split(model, layout, f"{role}.tensor_model_parallel_size", uneven=any(self.was_set(role, name) for name in UNEVEN))
+        return layout
+
+    def _reward_layout(self, like: ParallelConfig | None) -> ParallelConfig:
+        if self.get(REWARD, "engine") == "megatron":
+            if like is not None and like.virtual > 1:
+                raise ConfigError(
+                    "reward.engine: megatron cannot share its ranks with a policy in model chunks (num_layers_per_virtual_pipeline_stage): "
+                    "set training.placement=separate, or leave the chunks out"
+                )
+            return self._layout(REWARD, None, like)
+        for name in _SIZES.values():
+            size = self.trees[REWARD].get(name)  # training's are the models' and say nothing about a function
+            if size not in (None, 1):
+                raise ConfigError(
+                    f"reward.{name}: {_show(size)} goes with reward.engine: megatron; other rewards are data-parallel: set it to 1"
+                )
+        return ParallelConfig()
+
+    def _sequence(self, role: str, tensor: int) -> bool:
+        path, _ = self.find(role, "sequence_parallel")
+        sequence = bool(self.get(role, "sequence_parallel"))
+        if sequence and tensor == 1:
+            if path.startswith(role):
+                raise ConfigError(f"{path}: true, but there is one tensor-parallel rank: raise tensor_model_parallel_size, or set false")
+            self.notices.append(f"{path}: true is off for {role.rpartition('.')[2]}, whose tensor_model_parallel_size is 1")
+            return False
+        return sequence
+
+    def _virtual(self, role: str, model: ModelConfig, layout: ParallelConfig, like: ParallelConfig | None) -> int:
+        """Model chunks a pipeline stage."""
+        name = "num_layers_per_virtual_pipeline_stage"
+        path, layers = self.find(role, name)[0], self.get(role, name, None)
+        if layers is None:
+            chunks = 1 if like is None else like.virtual
+        elif layout.pipeline == 1:
+            raise ConfigError(f"{path}: {layers} cuts pipeline stages, but pipeline_model_parallel_size is 1: raise that, or remove this")
+        elif model.num_layers % (layout.pipeline * layers):
+            fits = [n for n in range(1, model.num_layers + 1) if model.num_layers % (layout.pipeline * n) == 0]
+            raise ConfigError(
+                f"{path}: {model.num_layers} layers of model.{model.name} on {layout.pipeline} stages are no whole number of chunks of "
+                f"{layers} layers" + (f": use {_or(*fits)}" if fits else ": use another pipeline_model_parallel_size")
+            )
+        else:
+            chunks = model.num_layers // (layout.pipeline * layers)
+        if like is not None and chunks != like.virtual:
+            raise ConfigError(
+                f"{path}: {chunks} chunks a stage, but with training.placement=colocate the policy's {like.virtual} hold for all roles: "
+                "leave it out"
+            )
+        return chunks
 
     def _loads(self) -> tuple[Path, Path]:
         load, starts = self._folder(ACTOR, "load"), self.get(ACTOR, "finetune")
@@ -716,6 +878,16 @@ class _Parser:
         if recorded is not None and not recorded.is_file():
             raise ConfigError(f"{ACTOR}.replay_path: no file {recorded}; give the completions.jsonl of a run")
         sampled = engine == "megatron" and get(TRAINING, "stage") == "ray_online_dpo"
+        if sampled and model.num_experts:
+            raise ConfigError(
+                f"{ACTOR}.rollout_engine: megatron answers with dense models only, model.{model.name} has {model.num_experts} experts: "
+                "set rollout_engine: replay with recorded answers, or train offline with training.stage: ray_dpo"
+            )
+        if model.num_experts and get(TRAINING, "export_hf"):
+            raise ConfigError(
+                f"training.export_hf: model.{model.name} has {model.num_experts} experts, which have no Hugging Face folder here: set it "
+                "to false, the checkpoint holds the weights"
+            )
         if sampled and not self.was_set(ACTOR, "temperature"):
             self.notices.append(f"{ACTOR}.temperature is not set: sampling at 1.0 (MindSpeed-LLM 2.0.0 sampled at 0.7)")
         return RolloutConfig(
@@ -836,6 +1008,56 @@ class _Parser:
         if self.host_only:
             lines.append("ignored, nothing to choose on plain megatron-core: " + ", ".join(sorted(set(self.host_only))))
         return tuple(lines)
+
+
+_SIZES = {
+    "tensor": "tensor_model_parallel_size",
+    "pipeline": "pipeline_model_parallel_size",
+    "context": "context_parallel_size",
+    "expert": "expert_model_parallel_size",
+}
+"""Fields of ParallelConfig -> keys."""
+
+
+def check_split(model: ModelConfig, layout: ParallelConfig, path: str, uneven: bool = False) -> None:
+    """ConfigError where a size of ``model`` is no whole number a rank. ``path``: the tensor-parallel key, for the message;
+    ``uneven``: how layers lie on stages is said by other keys (``keys.UNEVEN``)."""
+    tensor = layout.tensor
+    for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size"):
+        size = getattr(model, name)
+        if size % tensor:
+            raise ConfigError(f"{path}: {tensor} does not divide {name} {size} of model.{model.name}: use {_or(*_divisors(model))}")
+    padded = model.padded_vocab_size
+    if padded % tensor:
+        up = padded + tensor - padded % tensor
+        raise ConfigError(
+            f"{path}: {tensor} does not divide padded_vocab_size {padded} of model.{model.name}: set "
+            f"model.{model.name}.make_vocab_size_divisible_by to {tensor} (padded_vocab_size, where it is set, to {up})"
+        )
+    stages = layout.pipeline * layout.virtual
+    if model.num_layers % stages and not uneven:
+        fits = [n for n in range(1, model.num_layers + 1) if model.num_layers % n == 0]
+        raise ConfigError(
+            f"{path.rpartition('.')[0]}.pipeline_model_parallel_size: {layout.pipeline} does not divide the {model.num_layers} layers of "
+            f"model.{model.name}: use {_or(*fits)}, or set num_layers_in_first_pipeline_stage or num_layers_in_last_pipeline_stage"
+        )
+    if layout.expert > 1 and (not model.num_experts or model.num_experts % layout.expert):
+        has = f"{model.num_experts} experts" if model.num_experts else "no experts"
+        raise ConfigError(
+            f"{path.rpartition('.')[0]}.expert_model_parallel_size: {layout.expert}, but model.{model.name} has {has}: "
+            + ("use a divisor of them" if model.num_experts else "set it to 1")
+        )
+
+
+def _divisors(model: ModelConfig) -> list[int]:
+    common = math.gcd(model.num_attention_heads, model.num_query_groups, model.ffn_hidden_size)
+    return [n for n in range(1, common + 1) if common % n == 0]
+
+
+def _or(*numbers: int) -> str:
+    """``2``, ``2 or 4``, ``1, 2 or 4``; numbers below 1 are no use and left out."""
+    words = [str(number) for number in numbers if number > 0]
+    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
 def _key(section: str, name: str) -> Key:
@@ -971,5 +1193,7 @@ def config_root() -> Path:
 def parameters(m: ModelConfig) -> int:
     """Number of parameters of a model, embedding (and head, when untied) included."""
     queries, keys = m.num_attention_heads * m.kv_channels, m.num_query_groups * m.kv_channels
-    layer = m.hidden_size * (2 * queries + 2 * keys + 3 * m.ffn_hidden_size + 2) + (queries + 2 * keys) * m.add_qkv_bias
+    experts = m.num_experts
+    mlp = experts * (3 * (m.moe_ffn_hidden_size or m.ffn_hidden_size) + 1) if experts else 3 * m.ffn_hidden_size
+    layer = m.hidden_size * (2 * queries + 2 * keys + mlp + 2) + (queries + 2 * keys) * m.add_qkv_bias
     return m.num_layers * layer + m.hidden_size + m.padded_vocab_size * m.hidden_size * (1 + m.untie_embeddings_and_output_weights)

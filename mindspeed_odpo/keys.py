@@ -54,14 +54,41 @@ class Key:
     """True: the empty text is a value, not a mistake."""
 
 
-def _sizes(role: str) -> tuple[Key, ...]:
-    only = "only 1 in this version"
+def _sizes(role: str, default: str = "1") -> tuple[Key, ...]:
+    size = 1 if default == "1" else f"<{default}>"
     return (
-        Key("tensor_model_parallel_size", "int", 1, f"tensor-parallel ranks of {role}; {only}", "ranks", low=1),
-        Key("pipeline_model_parallel_size", "int", 1, f"pipeline stages of {role}; {only}", "ranks", low=1),
-        Key("context_parallel_size", "int", 1, f"context-parallel ranks of {role}; {only}", "ranks", low=1),
-        Key("expert_model_parallel_size", "int", 1, f"expert-parallel ranks of {role}; {only}", "ranks", low=1),
+        Key("tensor_model_parallel_size", "int", size, f"tensor-parallel ranks of {role}", "ranks", low=1),
+        Key("pipeline_model_parallel_size", "int", size, f"pipeline stages of {role}", "ranks", low=1),
+        Key("context_parallel_size", "int", size, f"context-parallel ranks of {role}", "ranks", low=1),
+        Key(
+            "expert_model_parallel_size",
+            "int",
+            size,
+            f"ranks that share the experts of {role}, out of its data- and context-parallel ones",
+            "ranks",
+            low=1,
+        ),
+        Key(
+            "sequence_parallel",
+            "bool",
+            False,
+            "activations between tensor-parallel parts are split over the sequence; off where tensor_model_parallel_size is 1",
+        ),
     )
+
+
+def _chunks(default: str | None = None) -> Key:
+    return Key(
+        "num_layers_per_virtual_pipeline_stage",
+        "int",
+        default,
+        "layers of one model chunk of the interleaved pipeline schedule; unset: one chunk a stage",
+        "layers",
+        low=1,
+    )
+
+
+_LIKE_ACTOR = "1; colocate: actor's"
 
 
 OWN: Mapping[str, tuple[Key, ...]] = {
@@ -89,6 +116,13 @@ OWN: Mapping[str, tuple[Key, ...]] = {
         Key("run_name", "str", "<config name>", "name of the run"),
         Key("run_dir", "path", "<runs/run_name>", "where logs, answers, checkpoints and the exported policy go"),
         Key("save_interval", "int", 0, "distance of checkpoints; 0: no checkpoint on the way", "iterations", low=0),
+        Key("keep_last", "int", 0, "so many of the newest checkpoints stay, older ones are removed; 0: all stay", "checkpoints", low=0),
+        Key(
+            "async_save",
+            "bool",
+            False,
+            "checkpoints are written beside the training; a run that dies meanwhile resumes from the one before",
+        ),
         Key("checkpoint_at_end", "bool", True, "write a checkpoint after the last iteration"),
         Key("export_hf", "bool", True, "write the trained policy as a Hugging Face folder, RUN/policy_hf"),
         Key("no_load_optim", "bool", False, "resume without the optimizer: only together with `finetune: true`"),
@@ -97,6 +131,14 @@ OWN: Mapping[str, tuple[Key, ...]] = {
             "cpu_threads", "int", 0, "torch threads of one rank on a CPU; 0: cores / ranks that compute at the same time", "threads", low=0
         ),
         Key("timeout_minutes", "float", 30.0, "longest wait of one collective or one role's call", "minutes", low=0, open_low=True),
+        Key(
+            "sync_checksum",
+            "str",
+            "first",
+            "weight syncs that compare what the rollout holds with what the actor sent",
+            choices=("first", "always", "never"),
+        ),
+        Key("verify_sync", "bool", True, "check at the start that the rollout's greedy answers are the actor's own, too"),
     ),
     ACTOR: (
         Key("model", "str", REQUIRED, "name of the policy's model, one of `defaults: - model: [...]`"),
@@ -187,17 +229,41 @@ OWN: Mapping[str, tuple[Key, ...]] = {
         Key("adam_beta1", "float", 0.9, "decay of AdamW's first moment", low=0, high=1, open_high=True),
         Key("adam_beta2", "float", 0.999, "decay of AdamW's second moment", low=0, high=1, open_high=True),
         Key("adam_eps", "float", 1e-8, "AdamW's epsilon", low=0, open_low=True),
-        Key("num_gpus_for_train", "int", 1, "ranks (GPUs, NPUs or CPU processes) that train", "ranks", low=1),
-        Key("num_gpus_for_infer", "int", "<1; colocate: num_gpus_for_train>", "ranks that answer prompts", "ranks", low=1),
-        Key("inference_tensor_model_parallel_size", "int", 1, "tensor-parallel ranks of the rollout; only 1", "ranks", low=1),
+        Key(
+            "num_gpus_for_train",
+            "int",
+            "<tensor x pipeline x context>",
+            "ranks (GPUs, NPUs or CPU processes) that train; a multiple of tensor x pipeline x context, the rest is data-parallel",
+            "ranks",
+            low=1,
+        ),
+        Key(
+            "num_gpus_for_infer",
+            "int",
+            "<inference_tensor_model_parallel_size; colocate: num_gpus_for_train>",
+            "ranks that answer prompts; a multiple of inference_tensor_model_parallel_size, the rest is data-parallel",
+            "ranks",
+            low=1,
+        ),
+        Key("inference_tensor_model_parallel_size", "int", 1, "tensor-parallel ranks of the rollout, for itself", "ranks", low=1),
         *_sizes("the policy"),
+        _chunks(),
+        Key("use_distributed_optimizer", "bool", False, "optimizer state split over the data- and context-parallel ranks (ZeRO-1)"),
+        Key("overlap_grad_reduce", "bool", False, "gradients are reduced beside the backward pass"),
+        Key(
+            "overlap_param_gather",
+            "bool",
+            "<use_distributed_optimizer and overlap_grad_reduce>",
+            "weights are gathered beside the next forward pass; needs both",
+        ),
     ),
     REF: (
         Key("logps_cache", "path", "<a file in runs/ref_logps>", "ray_dpo: where the reference's log-probs are kept between runs"),
         Key("model", "str", "<actor's model>", "name of the reference's model"),
         Key("load", "path", "<actor's load>", "folder with the frozen reference, Hugging Face or a checkpoint; required to resume"),
         Key("micro_batch_size", "int", "<actor's micro_batch_size>", "prompts (all their answers) in one forward pass", "prompts", low=1),
-        *_sizes("the reference"),
+        *_sizes("the reference", _LIKE_ACTOR),
+        _chunks("<unset; colocate: actor's>"),
     ),
     REWARD: (
         Key(
@@ -211,7 +277,7 @@ OWN: Mapping[str, tuple[Key, ...]] = {
         Key("engine", "str", "hf", "what runs the classifier: transformers, or megatron-core and a value head", choices=("hf", "megatron")),
         Key("model", "str", None, "MindSpeed-LLM's name of the reward model; the folder in `load` has its own architecture"),
         Key("micro_batch_size", "int", 8, "answers in one forward pass of a reward model", "sequences", low=1),
-        *_sizes("the reward model"),
+        *_sizes("the reward model (engine megatron)", _LIKE_ACTOR),
     ),
     ALGORITHM: (
         Key("missing_eos_penalty", "float", 0.0, f"second spelling of {ACTOR}.missing_eos_penalty", "score", low=0),
@@ -236,11 +302,17 @@ OWN: Mapping[str, tuple[Key, ...]] = {
             "ranks that train and answer, a number a node",
             "ranks",
         ),
-        Key("ref", "ints", "<1; colocate: num_gpus_for_train>", "ranks of the reference, a number a node", "ranks"),
+        Key(
+            "ref",
+            "ints",
+            "<its tensor x pipeline x context; colocate: num_gpus_for_train>",
+            "ranks of the reference, a number a node",
+            "ranks",
+        ),
         Key(
             "reward",
             "ints",
-            "<1; colocate: num_gpus_for_train>",
+            "<its tensor x pipeline x context; colocate: num_gpus_for_train>",
             "ranks of the reward, a number a node",
             "ranks",
         ),
@@ -274,8 +346,20 @@ OWN: Mapping[str, tuple[Key, ...]] = {
         Key("norm_epsilon", "float", 1e-5, "RMSNorm's epsilon", low=0, open_low=True),
         Key("add_qkv_bias", "bool", False, "bias on query, key and value, as in Qwen2"),
         Key("untie_embeddings_and_output_weights", "bool", False, "true: an output head of its own"),
+        Key("num_experts", "int", None, "experts of every MLP; unset: a dense model", "experts", low=2),
+        Key("moe_router_topk", "int", 2, "experts that a token visits", "experts", low=1),
+        Key("moe_ffn_hidden_size", "int", "<ffn_hidden_size>", "width of one expert", low=1),
+        Key("moe_aux_loss_coeff", "float", 0.0, "weight of the router's load-balancing loss in the gradient; in no logged loss", low=0),
     ),
 }
+
+UNEVEN = (
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+)
+"""Megatron's settings of how layers lie on stages; with one of them it does the counting itself."""
 
 PREFERENCE_KEYS = ("chosen_key", "rejected_key", "answer_mask")
 """Keys of the actor that only recorded preferences have."""
@@ -284,6 +368,7 @@ ROLLOUT_KEYS = (*SAMPLING_KEYS, "max_prompt_length", "n_samples_per_prompt", "mi
 """Keys of the actor that only a rollout reads."""
 
 FORWARDED = (
+    *UNEVEN,
     "attention_softmax_in_fp32",
     "deterministic_mode",
     "distribute_saved_activations",
@@ -302,13 +387,13 @@ FIXED: Mapping[str, tuple[Any, str]] = {
     "disable_bias_linear": (True, "linear layers have no bias here"),
     "fp16": (False, "fp16 is not supported: use bf16"),
     "hidden_dropout": (0.0, "dropout is off in policy and reference, or their log-probs could not be compared"),
+    "inference_pipeline_model_parallel_size": (1, "the rollout is split by tensor and data parallelism, it has no pipeline"),
     "normalization": ("RMSNorm", "models of this version use RMSNorm"),
-    "num_experts": (None, "mixture-of-experts models are not supported by this version"),
     "position_embedding_type": ("rope", "models of this version use rope"),
     "qk_layernorm": (False, "models with normed queries and keys are not supported by this version"),
     "swiglu": (True, "models of this version use SwiGLU"),
     "use_mcore_models": (True, "only megatron-core models are supported"),
-    "virtual_pipeline_model_parallel_size": (None, "pipeline parallelism is not supported by this version"),
+    "virtual_pipeline_model_parallel_size": (None, "the number of chunks follows from num_layers_per_virtual_pipeline_stage"),
 }
 """name -> (the only value accepted, why)."""
 
@@ -334,18 +419,14 @@ HOST_ONLY = (
     "no_masked_softmax_fusion",
     "no_shared_storage",
     "num_workers",
-    "overlap_grad_reduce",
-    "overlap_param_gather",
     "pad_to_multiple_of",
     "reset_position_ids",
-    "sequence_parallel",
     "shuffle_minibatch",
     "split",
     "tokenizer_not_use_fast",
     "tokenizer_type",
     "transformer_impl",
     "use_cpu_initialization",
-    "use_distributed_optimizer",
     "use_flash_attn",
     "use_fused_ring_attention_update",
     "use_fused_rmsnorm",
@@ -378,7 +459,12 @@ def markdown() -> str:
         "A name that is in none of these tables is an error; so is a value of the wrong type. `null` means unset. `training` may hold",
         "the keys of any role as a default for all roles, and a model file may hold them too: model < training < role. Sizes count",
         "prompts or pairs, not sequences. Relative paths start at the current directory. With `placement: colocate` all roles live on",
-        "the same `num_gpus_for_train` ranks, and the other rank counts are equal to it or unset.",
+        "the same `num_gpus_for_train` ranks, and the other rank counts are equal to it or unset; reference and megatron reward model",
+        "then have the policy's tensor, pipeline, context and expert sizes, while the rollout keeps its own tensor size.",
+        "",
+        "Parallel sizes are Megatron's, for each role its own. Data-parallel ranks are what is left of a role's ranks:",
+        "`num_gpus_for_train / (tensor x pipeline x context)` for the policy, `resource_pool.ref / (...)` for the reference,",
+        "`num_gpus_for_infer / inference_tensor_model_parallel_size` for the rollout. `global_batch_size` divides by each of them.",
         "",
     ]
     listed = {"ints": "list of int", "floats": "float or list"}

@@ -26,11 +26,13 @@ def step_metrics(
     *,
     beta: float,
     epoch: float,
+    sync_bytes: int | None = None,
 ) -> dict[str, float]:
     """All numbers of one iteration, in the order of the log line.
 
     ``scores``: f32 ``[P,K]``, raw, NaN where an answer has none. ``timings``: seconds by phase, with ``all``; without the
-    phase ``rollout`` (recorded preferences) nothing is said of its speed. ``beta``: of this iteration.
+    phase ``rollout`` (recorded preferences) nothing is said of its speed. ``beta``: of this iteration. ``sync_bytes``: of its
+    weight sync, None where there is none.
     """
     policy = {side: stats.mean(f"logps_{side}") for side in ("chosen", "rejected")}
     ratio = {side: policy[side] - stats.mean(f"ref_logps_{side}") for side in ("chosen", "rejected")}
@@ -71,6 +73,7 @@ def step_metrics(
         "update_skipped": float(stats.skipped),
         "update_nonfinite": float(stats.nonfinite),
         "policy_version": float(rollout.policy_version),
+        **({} if sync_bytes is None else {"sync/bytes": float(sync_bytes)}),
         "throughput/tokens_per_second": tokens / timings["all"],
         **({"throughput/rollout_tokens_per_second": tokens / timings["rollout"]} if "rollout" in timings else {}),
         "epoch": epoch,

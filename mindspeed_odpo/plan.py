@@ -29,6 +29,7 @@ def describe(config: Config) -> str:
         ("policy from", f"{a.load}{' (weights only)' if a.finetune else ''}"),
         *reference[:1],
         ("placement", _placement(config)),
+        *((label, line) for label, line in zip(("layout", "", "", ""), _layouts(config), strict=False)),
         ("iterations", f"{config.train_iters}, each {pairs} pairs; {k} answers a prompt = {sequences} sequences"),
         ("policy", _batches("micro_batch_size", a.micro_batch_size, "pairs", 2, pairs, a.parallel.data)),
         *reference[1:],
@@ -106,7 +107,7 @@ def _architecture(m: ModelConfig) -> str:
 
 
 def _ranks(count: int, each: str = "") -> str:
-    return f"{each}of {count} ranks" if count > 1 else "1 rank"
+    return f"{each}of {count} data-parallel ranks" if count > 1 else "1 data-parallel rank"
 
 
 def _batches(name: str, micro: int, unit: str, answers: int, batch: int, ranks: int) -> str:
@@ -115,8 +116,27 @@ def _batches(name: str, micro: int, unit: str, answers: int, batch: int, ranks: 
     return f"{name}: {micro} {unit} = {micro * answers} sequences, {math.ceil(share / micro)} micro-batches, " + _ranks(ranks, "each ")
 
 
+def _layouts(config: Config) -> list[str]:
+    """One line a role: ``policy: TP 2 x PP 2 x DP 1 = 4 ranks, sequence parallel``."""
+    lines = []
+    for role in config.roles:
+        p = config.parallel(role)
+        switches = {
+            f"{p.virtual} chunks a stage": p.virtual > 1,
+            f"experts on {p.expert} ranks": p.expert > 1,
+            "sequence parallel": p.sequence,
+            "distributed optimizer": p.zero1,
+            "overlapped": p.overlap,
+        }
+        lines.append(", ".join([f"{_NAMES.get(role, role)}: {p} = {_count(p.world_size)}", *(word for word, on in switches.items() if on)]))
+    return lines
+
+
+_NAMES = {"actor": "policy"}
+
+
 def _placement(config: Config) -> str:
-    sizes = {role: config.parallel(role).data for role in config.roles}
+    sizes = {role: config.parallel(role).world_size for role in config.roles}
     if config.placement == "colocate":
         last = sizes["actor"] - 1
         *first, final = sizes
@@ -146,16 +166,19 @@ def _checkpoints(config: Config) -> str:
 
 
 def _memory(config: Config) -> str:
-    """Bytes of one rank: weights, gradients (fp32), masters and moments; weights; weights. Activations come on top."""
+    """Bytes of one rank: weights, gradients (fp32), masters and moments; weights; weights. Activations come on top. Tensor and
+    pipeline parallelism are counted as even, the distributed optimizer splits masters and moments."""
     width = 2 if config.bf16 else 4
-    n, r = parameters(config.actor.model), config.rollout
+    r, a, f = config.rollout, config.actor.parallel, config.reference.parallel
+    n, m = parameters(config.actor.model), parameters(config.reference.model)
+    states = (8 + (4 if config.bf16 else 0)) / (a.data * a.context if a.zero1 else 1)
     cache = 2 * r.model.num_layers * r.model.num_query_groups * r.model.kv_channels * width * r.seq_length
     share = config.global_batch_size // r.parallel.data
     rows = min(r.prompts_per_call or share, share) * r.num_answers
     sizes = {
-        "actor": n * (width + 4 + 8 + (4 if config.bf16 else 0)),
-        "rollout": n * width + cache * rows,
-        "reference": parameters(config.reference.model) * width,
+        "actor": n * (width + 4 + states) / (a.tensor * a.pipeline),
+        "rollout": (n * width + cache * rows) / r.parallel.tensor,
+        "reference": m * width / (f.tensor * f.pipeline),
     }
     listed = ", ".join(f"{role} {size / 2**30:.2f} GiB" for role, size in sizes.items() if role in config.roles)
     return f"about {listed} a rank, without activations and the processes themselves"

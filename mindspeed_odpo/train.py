@@ -15,8 +15,9 @@ from mindspeed_odpo.hosts.standalone import Host
 from mindspeed_odpo.pairs import make_pairs
 from mindspeed_odpo.ray.group import Roles, wait
 from mindspeed_odpo.ray.placement import cluster
+from mindspeed_odpo.ray.weight_sync import check_greedy
 from mindspeed_odpo.report.run_log import RunLog, free_run_dir, resumed_run_dir
-from mindspeed_odpo.types import TrainBatch
+from mindspeed_odpo.types import PromptBatch, Rollout, TrainBatch
 
 
 def train(config: Config, roles: Any, prompts: Any, log: Any, first: int) -> None:
@@ -37,8 +38,8 @@ def train(config: Config, roles: Any, prompts: Any, log: Any, first: int) -> Non
             with timed("update"):
                 stats = wait(roles.actor.update(TrainBatch(rollout, pairs, ref_logps), step, beta))
             with timed("sync"):
-                roles.sync_weights(version=step)
-        log.record(rollout, scores, pairs, stats, beta)
+                moved = roles.sync_weights(version=step)
+        log.record(rollout, scores, pairs, stats, beta, moved)
         if config.save.due(step) or (step == config.train_iters and config.save.checkpoint_at_end):
             wait(roles.actor.save(step))
 
@@ -56,8 +57,11 @@ def run(config: Config) -> None:
         print(f"note: {notice}", flush=True)
     with cluster(config), Roles(config) as roles:
         first = wait(roles.actor.start(prompts.facts()))
+        begin_data(prompts, wait(roles.actor.data_began()), first)
         roles.sync_weights(version=first)
         before = _greedy(config, roles, prompts)
+        if before is not None and config.verify_sync:
+            check_greedy(wait(roles.actor.greedy_gaps(before)), first, config.bf16)
         with RunLog(config, first, prompts) as log:
             train(config, roles, prompts, log, first)
             after = _greedy(config, roles, prompts)
@@ -65,12 +69,29 @@ def run(config: Config) -> None:
             if export is not None:
                 wait(roles.actor.export_hf(export))
             checkpoint = config.checkpoint_dir if config.save.checkpoint_at_end else None
-            log.summary(prompts.batch(1).rows[0], before, after, checkpoint, export)
+            log.summary(_first(prompts).rows[0], _text(prompts, before), _text(prompts, after), checkpoint, export)
 
 
-def _greedy(config: Config, roles: Any, prompts: Prompts) -> str | None:
-    """The policy's greedy answer to the first prompt of the run, for people to compare; None where answers are recorded."""
+def begin_data(data: Any, began: int, first: int) -> None:
+    """Let ``data`` (prompts or preferences) count from iteration ``began``; tell when it is another file than before."""
+    data.order.began = began
+    if began == first > 0:
+        print(f"note: the data is not what iterations up to {first} were trained on: it starts at its first row", flush=True)
+
+
+def _first(prompts: Prompts) -> PromptBatch:
+    return prompts.batch(prompts.order.began + 1)
+
+
+def _greedy(config: Config, roles: Any, prompts: Prompts) -> Rollout | None:
+    """The rollout's greedy answers to the first prompts of the run, at most 3; None where answers are recorded."""
     if config.rollout.engine == "replay":
         return None
-    texts, _ = decode_answers(prompts.tokenizer, wait(roles.rollout.greedy(prompts.batch(1).select([0]))))
-    return texts[0][0]
+    batch = _first(prompts)
+    answers: Rollout = wait(roles.rollout.greedy(batch.select(range(min(3, len(batch))))))
+    return answers
+
+
+def _text(prompts: Prompts, answers: Rollout | None) -> str | None:
+    """The first of them, for people to compare."""
+    return None if answers is None else decode_answers(prompts.tokenizer, answers)[0][0][0]

@@ -18,6 +18,7 @@ from mindspeed_odpo.ray.group import Roles, wait
 from mindspeed_odpo.ray.placement import cluster
 from mindspeed_odpo.report.run_log import RunLog, free_run_dir, resumed_run_dir
 from mindspeed_odpo.roles.reference_cache import ReferenceCache
+from mindspeed_odpo.train import begin_data
 from mindspeed_odpo.types import TrainBatch
 
 
@@ -61,6 +62,7 @@ def run(config: Config) -> None:
             print(f"reference: log-probs from {cache.path}", flush=True)
         with Roles(config, ("actor",)) as roles:
             first = wait(roles.actor.start(data.facts()))
+            begin_data(data, wait(roles.actor.data_began()), first)
             with RunLog(config, first, data) as log:
                 train(config, roles, data, ref_logps, log, first)
                 export = config.run_dir / "policy_hf" if config.save.export_hf else None

@@ -7,6 +7,7 @@ checkpointing of megatron-core 0.12.1 and 0.16.1 call, no more: any other CUDA c
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 from collections.abc import Callable
@@ -53,6 +54,26 @@ class _Generators:
         return torch.default_generator
 
 
+class _Stream:
+    """Stands for the only stream there is, and for its events: what was called is done. Experts' dispatcher asks for one of its
+    own and then whether that is the current one: it is."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Stream)
+
+    def __hash__(self) -> int:
+        return 0
+
+    def synchronize(self) -> None:
+        pass
+
+    def record_event(self) -> _Stream:
+        return self
+
+
 def install() -> None:
     """Install the layer; a second call does nothing. HostError when ``megatron.core`` is imported already."""
     global _installed
@@ -65,6 +86,8 @@ def install() -> None:
     cuda: Any = torch.cuda
     cuda.current_device = lambda: _CPU
     cuda.synchronize = lambda device=None: None
+    cuda.Stream = cuda.current_stream = _Stream
+    cuda.stream = contextlib.nullcontext
     # One generator serves both: "the CUDA random state" is the CPU's, so that seeding and recomputation stay exact.
     cuda.get_rng_state = cuda.random.get_rng_state = _get_rng_state
     cuda.manual_seed = _manual_seed
@@ -79,6 +102,7 @@ def install() -> None:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
 
     tensor: Any = Tensor
+    tensor.cuda = lambda self, *args, **kwargs: self
     type_of = tensor.type
 
     @functools.wraps(type_of)

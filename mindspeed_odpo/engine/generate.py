@@ -4,15 +4,20 @@ It keeps the weights under Megatron's names and in Megatron's layout, so that a 
 inference context gives the same tokens about four times slower: what costs there is around the linears, not in them.
 This module imports torch alone.
 
-Limits: Llama and Qwen2 shapes (RMSNorm, SwiGLU, rotary positions over the whole head, grouped queries), one device.
+Limits: Llama and Qwen2 shapes (RMSNorm, SwiGLU, rotary positions over the whole head, grouped queries). Tensor parallelism as
+in Megatron (Shoeybi et al. 2019, arXiv:1909.08053): each rank keeps its query groups, its gate and up rows and its rows of the
+vocabulary; two all-reduces a layer, one behind the embedding, and the logits gathered, so that every rank draws every token.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -20,7 +25,7 @@ from mindspeed_odpo.config import ModelConfig
 from mindspeed_odpo.engine.sampling import check_sampling, sample, uniforms_for
 from mindspeed_odpo.errors import ConfigError, WorkerError, nearest
 
-__all__ = ["Decoder", "rope_tables", "uniforms_for", "weight_shapes"]
+__all__ = ["Decoder", "check_tensor_parallel", "rope_tables", "tensor_group", "tensor_part", "uniforms_for", "weight_shapes"]
 
 
 def weight_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -47,6 +52,39 @@ def weight_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     if model.untie_embeddings_and_output_weights:
         shapes["output_layer.weight"] = (model.padded_vocab_size, h)
     return shapes
+
+
+def check_tensor_parallel(model: ModelConfig, size: int) -> None:
+    """ConfigError unless query groups, MLP width and padded vocabulary of ``model`` divide evenly by ``size`` ranks."""
+    cures = {"num_query_groups": "", "ffn_hidden_size": "", "padded_vocab_size": f", or set make_vocab_size_divisible_by to {size}"}
+    for name, cure in cures.items():
+        if getattr(model, name) % size:
+            raise ConfigError(
+                f"rollout: {name} {getattr(model, name)} of model {model.name} does not divide by the {size} tensor-parallel ranks: "
+                f"use a divisor of it as inference_tensor_model_parallel_size{cure}"
+            )
+
+
+def tensor_group(size: int, timeout_minutes: float) -> tuple[int, int, dist.ProcessGroup]:
+    """(rank, size, group) of this rank's run of ``size`` ranks in a world that has been joined, whatever Megatron's groups are. A
+    collective of all ranks."""
+    rank, timeout = dist.get_rank(), timedelta(minutes=timeout_minutes)
+    starts = range(0, dist.get_world_size(), size)
+    groups = [dist.new_group(list(range(start, start + size)), timeout=timeout) for start in starts]
+    return rank % size, size, groups[rank // size]
+
+
+def tensor_part(name: str, whole: Tensor, rank: int, size: int) -> Tensor:
+    """The part of a whole tensor of :func:`weight_shapes` that tensor-parallel rank ``rank`` of ``size`` keeps; a view where it can be.
+
+    Example, two ranks: of ``linear_fc1`` (gate rows 0..f-1, up rows f..2f-1) rank 0 keeps the first half of the gate rows, then
+    the first half of the up rows; of ``linear_qkv`` the first half of the query groups.
+    """
+    if name.endswith("linear_fc1.weight"):
+        return whole.unflatten(0, (2, -1)).chunk(size, 1)[rank].flatten(0, 1)
+    if name.endswith(("linear_proj.weight", "linear_fc2.weight")):
+        return whole.chunk(size, 1)[rank]
+    return whole if "layernorm" in name else whole.chunk(size, 0)[rank]
 
 
 def rope_tables(model: ModelConfig, length: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
@@ -109,19 +147,44 @@ class Decoder:
     """Samples answers from weights that arrive by :meth:`load_weights`.
 
     ``bf16``: weights, activations and cache in bfloat16, else float32; sampling is float32 with float64 sums.
+    ``tp_group``: (rank, size, process group) of the tensor-parallel ranks that answer together; None: this rank alone. All of
+    them make the same calls with the same arguments and get the same answers.
     ``version``: which weights it holds; None before the first complete load, or after one that failed.
+
+    Raises ConfigError where the model has experts or does not divide by the ranks (:func:`check_tensor_parallel`).
     """
 
-    def __init__(self, model: ModelConfig, bf16: bool, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        model: ModelConfig,
+        bf16: bool,
+        device: torch.device | str = "cpu",
+        tp_group: tuple[int, int, dist.ProcessGroup] | None = None,
+    ) -> None:
         self.model = model
         self.dtype = torch.bfloat16 if bf16 else torch.float32
         self.device = torch.device(device)
         self.version: int | None = None
-        self._weights = {name: torch.zeros(shape, dtype=self.dtype, device=self.device) for name, shape in weight_shapes(model).items()}
+        self.tp_rank, self.tp_size, self._group = (0, 1, None) if tp_group is None else tp_group
+        if model.num_experts:
+            raise ConfigError(f"rollout: model {model.name} has {model.num_experts} experts, this engine decodes dense models only")
+        check_tensor_parallel(model, self.tp_size)
+        self._groups = model.num_query_groups // self.tp_size
+        self._shapes = weight_shapes(model)
+        self._weights = {
+            name: torch.zeros(
+                tensor_part(name, torch.empty(shape, device="meta"), self.tp_rank, self.tp_size).shape, dtype=self.dtype, device=self.device
+            )
+            for name, shape in self._shapes.items()
+        }
         w = self._weights
         self._embedding = w["embedding.word_embeddings.weight"]
-        # The rows above vocab_size are only there for even splits; cut off here, they stand outside the softmax.
-        self._head = w.get("output_layer.weight", self._embedding)[: model.vocab_size]
+        self._first_id = self.tp_rank * len(self._embedding)
+        # The rows above vocab_size are only there for even splits: cut off here or behind the gathering, they stand outside
+        # the softmax.
+        self._head = w.get("output_layer.weight", self._embedding)
+        if self._group is None:
+            self._head = self._head[: model.vocab_size]
         self._layers = [
             (
                 w[f"decoder.layers.{i}.input_layernorm.weight"],
@@ -138,6 +201,7 @@ class Decoder:
     @torch.no_grad()
     def load_weights(self, version: int, items: Iterable[tuple[str, Tensor]]) -> None:
         """Copy one complete set of weights (:func:`weight_shapes`, any order, dtype and device) in place, with a cast.
+        They come whole; under tensor parallelism this rank's part is kept.
 
         Raises WorkerError for a tensor that is missing, unknown, sent twice or of another shape. After an error, also
         one raised by ``items`` itself, ``version`` is None and nothing can be generated: some tensors are already new.
@@ -149,13 +213,23 @@ class Decoder:
                 raise WorkerError(f"weight sync, version {version}: unknown tensor {name}{nearest(name, missing)}")
             if name not in missing:
                 raise WorkerError(f"weight sync, version {version}: {name} was sent twice")
-            own = missing.pop(name)
-            if tensor.shape != own.shape:
-                raise WorkerError(f"weight sync, version {version}: {name}: expected {list(own.shape)}, got {list(tensor.shape)}")
-            own.copy_(tensor)
+            own, shape = missing.pop(name), self._shapes[name]
+            if tensor.shape != shape:
+                raise WorkerError(f"weight sync, version {version}: {name}: expected {list(shape)}, got {list(tensor.shape)}")
+            own.copy_(tensor_part(name, tensor, self.tp_rank, self.tp_size))
         if missing:
             raise WorkerError(f"weight sync, version {version}: {len(missing)} tensors are missing, the first is {next(iter(missing))}")
         self.version = version
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Of the whole tensors that one sync must bring."""
+        return self._shapes
+
+    def holds(self, name: str, whole: Tensor) -> bool:
+        """Whether what is kept of a tensor is, bit for bit, this rank's part of ``whole``."""
+        part = tensor_part(name, whole, self.tp_rank, self.tp_size).to(self.device, self.dtype).contiguous()
+        return torch.equal(self._weights[name].view(torch.uint8), part.view(torch.uint8))
 
     @torch.inference_mode()
     def generate(
@@ -186,12 +260,15 @@ class Decoder:
 
         ``watch(token, rows, logits)`` sees the logits ``[n, vocab_size]`` before each draw; ``rows`` are p * K + k.
 
-        Raises WorkerError without weights, for inputs of a wrong shape, or logits that are not finite; ConfigError for
-        sampling settings out of range or more tokens than the model has positions.
+        Raises WorkerError without weights, for inputs of a wrong shape, logits that are not finite, or tensor-parallel ranks
+        that were asked different things or drew different tokens; ConfigError for sampling settings out of range or more
+        tokens than the model has positions.
         """
         temperature = temperature if do_sample else 0.0
         check_sampling(temperature, top_p, top_k)
         prompts = self._check(prompt_ids, prompt_mask, num_answers, max_new_tokens, uniforms)
+        settings = (self.version, num_answers, max_new_tokens, tuple(eos_ids), temperature, top_p, top_k)
+        self._agree("asked the same", settings, prompt_ids.masked_fill(~prompt_mask, 0), uniforms)
         total = prompts * num_answers
         home = prompt_ids.device
         mask = prompt_mask.to(self.device)
@@ -232,6 +309,7 @@ class Decoder:
             at = slot - running.pads
             logits = self._step(token, slot, running, cos[at][:, None, None], sin[at][:, None, None])
 
+        self._agree("giving the same answers", (), answers, lengths)
         longest = int(lengths.max())
         real = torch.arange(longest, device=self.device) < lengths[:, None]
         shape = (prompts, num_answers)
@@ -284,8 +362,8 @@ class Decoder:
         """
         m = self.model
         p, t = ids.shape
-        groups, d = m.num_query_groups, m.kv_channels
-        share = m.num_attention_heads // groups
+        groups, d = self._groups, m.kv_channels
+        share = m.num_attention_heads // m.num_query_groups
         kv = torch.empty(m.num_layers, 2, p * copies, groups, t + room, d, dtype=self.dtype, device=self.device)
         at = (mask.cumsum(1) - 1).clamp_(min=0)
         cos, sin = cos[at][:, :, None, None], sin[at][:, :, None, None]
@@ -293,7 +371,7 @@ class Decoder:
         if not bool(mask.all()):
             square = torch.ones(t, t, dtype=torch.bool, device=self.device)
             seen = ((square.tril() & mask[:, None]) | torch.eye(t, dtype=torch.bool, device=self.device))[:, None]
-        x = F.embedding(ids, self._embedding)
+        x = self._embed(ids)
         for i, (norm1, qkv, bias, proj, norm2, fc1, fc2) in enumerate(self._layers):
             h = F.linear(self._norm(x, norm1), qkv, bias).view(p, t, groups, share + 2, d)
             qk, v = h[..., : share + 1, :], h[..., share + 1, :].transpose(1, 2)
@@ -303,7 +381,7 @@ class Decoder:
                 cache.unflatten(0, (p, copies))[..., :t, :] = new[:, None]
             k, v = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
             a = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=seen is None)
-            x = x + F.linear(a.transpose(1, 2).flatten(2), proj)
+            x = x + self._sum(F.linear(a.transpose(1, 2).flatten(2), proj))
             x = x + self._mlp(self._norm(x, norm2), fc1, fc2)
         return self._logits(x[:, -1]).repeat_interleave(copies, 0), kv
 
@@ -311,12 +389,12 @@ class Decoder:
         """Logits ``[n, vocab_size]`` behind ``token [n]``, whose keys and values go to ``slot`` of the cache."""
         m = self.model
         n = len(token)
-        groups, d = m.num_query_groups, m.kv_channels
-        share = m.num_attention_heads // groups
+        groups, d = self._groups, m.kv_channels
+        share = m.num_attention_heads // m.num_query_groups
         live = running.kv[:, :, :n, :, : slot + 1]
         new = live[..., slot, :]
         bias = None if running.bias is None else running.bias[:, None, None, : slot + 1]
-        x = F.embedding(token, self._embedding)
+        x = self._embed(token)
         for i, (norm1, qkv, qkv_bias, proj, norm2, fc1, fc2) in enumerate(self._layers):
             h = F.linear(self._norm(x, norm1), qkv, qkv_bias).view(n, groups, share + 2, d)
             qk = h[:, :, : share + 1]
@@ -327,7 +405,7 @@ class Decoder:
             k, v = live[i].unbind(0)
             # A group's query heads stand where queries of one head would: grouped attention without copies of k and v.
             a = F.scaled_dot_product_attention(qk[:, :, :share], k, v, attn_mask=bias)
-            x = x + F.linear(a.flatten(1), proj)
+            x = x + self._sum(F.linear(a.flatten(1), proj))
             x = x + self._mlp(self._norm(x, norm2), fc1, fc2)
         return self._logits(x)
 
@@ -342,7 +420,43 @@ class Decoder:
 
     def _mlp(self, x: Tensor, fc1: Tensor, fc2: Tensor) -> Tensor:
         gate, up = F.linear(x, fc1).chunk(2, -1)
-        return F.linear(F.silu(gate) * up, fc2)
+        return self._sum(F.linear(F.silu(gate) * up, fc2))
+
+    def _embed(self, ids: Tensor) -> Tensor:
+        if self._group is None:
+            return F.embedding(ids, self._embedding)
+        own = ids - self._first_id
+        here = (own >= 0) & (own < len(self._embedding))
+        return self._sum(F.embedding(own.masked_fill(~here, 0), self._embedding) * here[..., None])
 
     def _logits(self, x: Tensor) -> Tensor:
-        return F.linear(self._norm(x, self._weights["decoder.final_layernorm.weight"]), self._head)
+        logits = F.linear(self._norm(x, self._weights["decoder.final_layernorm.weight"]), self._head)
+        if self._group is None:
+            return logits
+        # Every rank holds the same bytes after this, so that the same uniform number draws the same token on each.
+        parts = [torch.empty_like(logits) for _ in range(self.tp_size)]
+        dist.all_gather(parts, logits, group=self._group)
+        return torch.cat(parts, -1)[..., : self.model.vocab_size]
+
+    def _sum(self, x: Tensor) -> Tensor:
+        """``x`` summed over the tensor-parallel ranks, in place."""
+        if self._group is not None:
+            dist.all_reduce(x, group=self._group)
+        return x
+
+    def _agree(self, what: str, settings: tuple[object, ...], *tensors: Tensor) -> None:
+        """WorkerError unless settings and tensors are the same on every tensor-parallel rank."""
+        if self._group is None:
+            return
+        total = hashlib.sha256(repr((settings, [tuple(tensor.shape) for tensor in tensors])).encode())
+        for tensor in tensors:
+            total.update(tensor.cpu().contiguous().numpy())
+        own = torch.tensor([int.from_bytes(total.digest()[:8], "little", signed=True)], device=self.device)
+        found = [torch.empty_like(own) for _ in range(self.tp_size)]
+        dist.all_gather(found, own, group=self._group)
+        other = next((rank for rank, digest in enumerate(found) if not torch.equal(digest, found[0])), None)
+        if other is not None:
+            raise WorkerError(
+                f"rollout, weights version {self.version}: tensor-parallel ranks 0 and {other} were not {what}: all of them must get the "
+                "same prompts, uniforms, settings and weights"
+            )

@@ -6,11 +6,13 @@ import ipaddress
 import os
 import socket
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from torch import Tensor
 
 from mindspeed_odpo import device
 from mindspeed_odpo.config import ParallelConfig
@@ -19,16 +21,28 @@ from mindspeed_odpo.errors import ConfigError
 
 
 def check_parallel(parallel: ParallelConfig) -> None:
-    """ConfigError for a size that this version cannot run."""
+    """ConfigError for sizes that do not go together, whatever the model."""
     sizes = {
         "tensor_model_parallel_size": parallel.tensor,
         "pipeline_model_parallel_size": parallel.pipeline,
+        "virtual_pipeline_model_parallel_size": parallel.virtual,
         "context_parallel_size": parallel.context,
         "expert_model_parallel_size": parallel.expert,
+        "data-parallel ranks": parallel.data,
     }
     for key, value in sizes.items():
-        if value != 1:
-            raise ConfigError(f"{key}={value}: not supported yet by this version: set it to 1")
+        if value < 1:
+            raise ConfigError(f"{key}={value}: must be 1 or more")
+    if parallel.virtual > 1 and parallel.pipeline == 1:
+        raise ConfigError(
+            f"virtual_pipeline_model_parallel_size={parallel.virtual}: model chunks are stages of a pipeline, and "
+            "pipeline_model_parallel_size is 1: raise that or leave the chunks out"
+        )
+    if parallel.data * parallel.context % parallel.expert:
+        raise ConfigError(
+            f"expert_model_parallel_size={parallel.expert}: must divide the {parallel.data * parallel.context} data- and context-parallel "
+            "ranks, out of which its ranks are taken"
+        )
 
 
 def _is_loopback(address: str) -> bool:
@@ -51,7 +65,7 @@ def init_parallel(parallel: ParallelConfig, rank: int, master_addr: str, master_
 
     Reads no environment variables (a Ray worker may have none). A group of one needs no port. ``timeout_minutes`` limits the
     rendezvous and every collective. All random states start from ``seed``, equal on the data-parallel ranks.
-    ConfigError for a parallel size above 1 other than ``data``.
+    ConfigError for sizes that do not go together.
     """
     check_parallel(parallel)
     name, world, timeout = device.setup(), parallel.world_size, timedelta(minutes=timeout_minutes)
@@ -65,6 +79,7 @@ def init_parallel(parallel: ParallelConfig, rank: int, master_addr: str, master_
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
+        virtual_pipeline_model_parallel_size=parallel.virtual if parallel.virtual > 1 else None,
         context_parallel_size=parallel.context,
         expert_model_parallel_size=parallel.expert,
         distributed_timeout_minutes=timeout_minutes,
@@ -93,14 +108,88 @@ def dp_group() -> dist.ProcessGroup:
     return parallel_state.get_data_parallel_group()
 
 
+def tp_size() -> int:
+    """Number of tensor-parallel ranks."""
+    return int(parallel_state.get_tensor_model_parallel_world_size())
+
+
+def tp_group() -> dist.ProcessGroup | None:
+    """The tensor-parallel ranks; None where this rank is the only one."""
+    return parallel_state.get_tensor_model_parallel_group() if tp_size() > 1 else None
+
+
+def pp_rank() -> int:
+    """This rank's pipeline stage."""
+    return int(parallel_state.get_pipeline_model_parallel_rank())
+
+
+def pp_size() -> int:
+    """Number of pipeline stages."""
+    return int(parallel_state.get_pipeline_model_parallel_world_size())
+
+
+def cp_rank() -> int:
+    """This rank's place among the ranks that share sequences."""
+    return int(parallel_state.get_context_parallel_rank())
+
+
+def cp_size() -> int:
+    """Number of ranks that share sequences."""
+    return int(parallel_state.get_context_parallel_world_size())
+
+
+def cp_group() -> dist.ProcessGroup:
+    """The ranks that share sequences."""
+    return parallel_state.get_context_parallel_group()
+
+
+class _SumOverContext(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor) -> Tensor:
+        total = part.clone()
+        dist.all_reduce(total, group=cp_group())
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        # Every rank goes on to the same loss, so each has the whole gradient already: summing it would count it once a rank.
+        return grads[0]
+
+
+def sum_over_context(part: Tensor) -> Tensor:
+    """Sum over the context-parallel ranks, on each of them. Its gradient is the gradient of this rank's part."""
+    return part if cp_size() == 1 else _SumOverContext.apply(part)
+
+
+def from_last_stage(values: Tensor) -> Tensor:
+    """The last pipeline stage's ``values`` on every stage; the others give a tensor of the same shape and dtype, which is written to."""
+    if pp_size() > 1:
+        last = parallel_state.get_pipeline_model_parallel_last_rank()
+        dist.broadcast(values, last, group=parallel_state.get_pipeline_model_parallel_group())
+    return values
+
+
+def set_virtual_stage(stage: int) -> None:
+    """Tell megatron-core 0.12 which chunk is being built or read; later versions are told by argument."""
+    if parallel_state.get_virtual_pipeline_model_parallel_world_size() is not None:
+        parallel_state.set_virtual_pipeline_model_parallel_rank(stage)
+
+
+def largest(count: int, device: torch.device) -> int:
+    """The largest ``count`` of all ranks. Every rank calls it."""
+    found = torch.tensor(count, device=device)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return int(found)
+
+
 def any_rank(flag: bool, device: torch.device) -> bool:
-    """Whether ``flag`` is True on any data-parallel rank. Every rank calls it."""
-    found = torch.tensor(float(flag), device=device)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=dp_group())
-    return bool(found)
+    """Whether ``flag`` is True on any rank. Every rank calls it."""
+    return bool(largest(int(flag), device))
 
 
 def destroy() -> None:
     """Leave the group. Another ``init_parallel`` may follow in the same process."""
     parallel_state.destroy_model_parallel()
+    # Megatron keeps who held embeddings (0.12 both, 0.16 the first): a rank that is no end of the next pipeline would take part.
+    parallel_state._EMBEDDING_GLOBAL_RANKS = parallel_state._POSITION_EMBEDDING_GLOBAL_RANKS = None
     dist.destroy_process_group()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mindspeed_odpo import device
-from mindspeed_odpo.config import Config, ModelConfig, ParallelConfig, is_checkpoint
+from mindspeed_odpo.config import Config, ModelConfig, ParallelConfig, check_split, is_checkpoint
 from mindspeed_odpo.data.preferences import Preferences
 from mindspeed_odpo.data.prompts import Prompts, load_tokenizer
 from mindspeed_odpo.errors import ConfigError, DataError
@@ -31,23 +31,29 @@ class Host:
 
         init_parallel(parallel, rank, address, port, self.config.seed, self.config.timeout_minutes)
 
-    def build_model(self, model: ModelConfig, parallel: ParallelConfig, *, trainable: bool, value_head: bool = False) -> nn.Module:
-        """Policy (``trainable``) or reference; with ``value_head`` the reward model."""
+    def tensor_group(self, parallel: ParallelConfig) -> tuple[int, int, Any] | None:
+        """(rank, size, group) of the tensor-parallel ranks of a role with a layout of its own; None for a size of 1."""
+        from mindspeed_odpo.engine.generate import tensor_group
+
+        return tensor_group(parallel.tensor, self.config.timeout_minutes) if parallel.tensor > 1 else None
+
+    def build_model(self, model: ModelConfig, parallel: ParallelConfig, *, trainable: bool, value_head: bool = False) -> list[Any]:
+        """Policy (``trainable``) or reference; with ``value_head`` the reward model. One chunk for each virtual stage."""
         from mindspeed_odpo.engine.model import build_model
         from mindspeed_odpo.engine.value_head import build_value_model
 
         if value_head:
-            return build_value_model(model, parallel, self.config.bf16).to(self.device)
+            return [chunk.to(self.device) for chunk in build_value_model(model, parallel, self.config.bf16)]
         role = "actor_rollout" if trainable else "ref"
         built = build_model(model, parallel, self.config.bf16, trainable=trainable, forwarded=self.config.forwarded.get(role, {}))
-        return built.to(self.device)
+        return [chunk.to(self.device) for chunk in built]
 
-    def load_hf(self, model: nn.Module, folder: Path, architecture: ModelConfig, *, value_head: bool = False) -> None:
+    def load_hf(self, chunks: Sequence[nn.Module], folder: Path, architecture: ModelConfig, *, value_head: bool = False) -> None:
         from mindspeed_odpo.engine.weights import load_named
         from mindspeed_odpo.hf.weights import hf_to_megatron
 
         check_model_config(folder, architecture)
-        load_named(model, hf_to_megatron(folder, architecture, value_head))
+        load_named(chunks, hf_to_megatron(folder, architecture, value_head))
 
     def export_hf(self, folder: Path, items: Iterable[tuple[str, Tensor]], architecture: ModelConfig) -> None:
         from mindspeed_odpo.hf.weights import export_folder
@@ -73,7 +79,7 @@ class Host:
                 f"reward.load: {config.reward.load} is no Hugging Face folder (no config.json); give a sequence classifier's folder"
             )
         if config.reward.load is not None and config.reward.engine == "megatron":
-            read_model_config(config.reward.load, "reward")
+            check_split(read_model_config(config.reward.load, "reward"), config.reward.parallel, "reward.tensor_model_parallel_size")
         prompts = self.prompts()
         if config.reward.functions:
             FunctionReward(config.reward.functions).check(prompts.columns)

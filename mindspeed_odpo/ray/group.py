@@ -13,7 +13,7 @@ import torch
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from torch import Tensor
 
-from mindspeed_odpo.config import Config, ParallelConfig
+from mindspeed_odpo.config import Config
 from mindspeed_odpo.errors import WorkerError
 from mindspeed_odpo.ray.placement import threads, worker_options
 from mindspeed_odpo.ray.worker import RankWorker, check_error
@@ -23,16 +23,19 @@ Splittable = (PromptBatch, Rollout, TrainBatch)
 
 
 class Pending:
-    """A call under way on all ranks of a group. ``result()`` waits for it and gathers."""
+    """A call under way on ranks of a group. ``result()`` waits for all of them and gathers the parts of those in ``take``
+    (indices of ``references``; None: all)."""
 
-    def __init__(self, what: str, references: Sequence[ray.ObjectRef], minutes: float) -> None:
+    def __init__(self, what: str, references: Sequence[ray.ObjectRef], minutes: float, take: Sequence[int] | None = None) -> None:
         self.what = what
         self.references = list(references)
         self.minutes = minutes
+        self.take = range(len(self.references)) if take is None else take
 
     def parts(self) -> list[Any]:
         try:
-            return ray.get(self.references, timeout=self.minutes * 60)
+            answers = ray.get(self.references, timeout=self.minutes * 60)
+            return [answers[index] for index in self.take]
         except GetTimeoutError as error:
             raise WorkerError(
                 f"{self.what}: no answer after {self.minutes:g} minutes from {len(self.references)} rank(s); a rank hangs or is too slow: "
@@ -74,16 +77,18 @@ def wait(*calls: Any) -> Any:
 
 
 class RankGroup:
-    """The ranks of one process group and the roles that live in it."""
+    """The ranks of one process group and the roles that live in it, each with a layout of its own over the same ranks."""
 
-    def __init__(self, config: Config, roles: Sequence[str], parallel: ParallelConfig) -> None:
+    def __init__(self, config: Config, roles: Sequence[str]) -> None:
         self.roles = tuple(roles)
-        self.parallel = parallel
+        self.layouts = {role: config.parallel(role) for role in self.roles}
+        # Megatron's groups are those of the first role, which the other Megatron models of a process share.
+        self.parallel = self.layouts[self.roles[0]]
         self.minutes = config.timeout_minutes
         remote = ray.remote(RankWorker)
         count = threads(config, self.roles[0])
         options = worker_options(count)
-        self.ranks = [remote.options(**options).remote(config, self.roles, rank, count) for rank in range(parallel.world_size)]
+        self.ranks = [remote.options(**options).remote(config, self.roles, rank, count) for rank in range(self.parallel.world_size)]
 
     def setup(self) -> Pending:
         address, port = self.all("address", ranks=self.ranks[:1]).result()
@@ -94,26 +99,36 @@ class RankGroup:
         return Pending(f"{'+'.join(self.roles)}.{method}", references, self.minutes)
 
     def call(self, role: str, method: str, *args: Any, **kwargs: Any) -> Pending:
-        """``method`` of ``role`` on every rank: arguments with an axis P are cut into equal runs, others go to all."""
-        dp = self.parallel.data
-        cut = [[_share(arg, rank, dp) for arg in args] for rank in range(dp)]
+        """``method`` of ``role`` on every rank. Arguments with an axis P are cut into equal runs, one a data-parallel index, and
+        every rank gets that of its index; others go to all. The ranks of one index give the same results: of a call that was cut
+        the first of them hands its own over, the others say nothing; without a cut all of them answer and must agree.
+        """
+        layout = self.layouts[role]
+        shares = [[_share(arg, index, layout.data) for arg in args] for index in range(layout.data)]
+        indices = [layout.data_index(rank) for rank in range(layout.world_size)]
+        firsts = [indices.index(index) for index in range(layout.data)]
+        take = firsts if any(isinstance(arg, Splittable) for arg in args) else range(len(indices))
         references = [
-            rank.call.remote(role, method, *mine, **kwargs) for rank, mine in zip(self.ranks, cut, strict=True)
-        ]  # one rank a data-parallel index: no tensor or pipeline parallel yet
-        return Pending(f"{role}.{method}", references, self.minutes)
+            rank.call.remote(role, method, number in take, *shares[index], **kwargs)
+            for number, (rank, index) in enumerate(zip(self.ranks, indices, strict=True))
+        ]
+        return Pending(f"{role}.{method}", references, self.minutes, take)
 
     def call_first(self, role: str, method: str, *args: Any, **kwargs: Any) -> Pending:
-        """``method`` of ``role`` on the first rank alone, with whole arguments."""
-        return Pending(f"{role}.{method}", [self.ranks[0].call.remote(role, method, *args, **kwargs)], self.minutes)
+        """``method`` of ``role`` on the ranks of the first data-parallel index, with whole arguments; the first rank's answer."""
+        layout = self.layouts[role]
+        ranks = [rank for number, rank in enumerate(self.ranks) if layout.data_index(number) == 0]
+        references = [rank.call.remote(role, method, number == 0, *args, **kwargs) for number, rank in enumerate(ranks)]
+        return Pending(f"{role}.{method}", references, self.minutes, [0])
 
 
-def _share(arg: Any, rank: int, dp: int) -> Any:
+def _share(arg: Any, index: int, dp: int) -> Any:
     if not isinstance(arg, Splittable) or dp == 1:
         return arg
     if len(arg) % dp:
         raise WorkerError(f"{type(arg).__name__} of {len(arg)} prompts over {dp} data-parallel ranks: not a whole number each")
     size = len(arg) // dp
-    return arg.select(range(rank * size, (rank + 1) * size))
+    return arg.select(range(index * size, (index + 1) * size))
 
 
 class _ActorCalls:
@@ -123,6 +138,9 @@ class _ActorCalls:
     def start(self, facts: Mapping[str, Any]) -> Pending:
         return self.group.call("actor", "start", facts)
 
+    def data_began(self) -> Pending:
+        return self.group.call("actor", "data_began")
+
     def update(self, batch: TrainBatch, step: int, beta: float) -> Pending:
         return self.group.call("actor", "update", batch, step=step, beta=beta, global_pairs=int(batch.pairs.keep.sum()))
 
@@ -130,7 +148,12 @@ class _ActorCalls:
         return self.group.call("actor", "save", step)
 
     def export_hf(self, folder: Path) -> Pending:
-        return self.group.call_first("actor", "export_hf", folder)
+        return self.group.call("actor", "export_hf", folder)
+
+    def greedy_gaps(self, answers: Rollout) -> Pending:
+        """f32 ``[P,K]``, see ``engine.greedy``. Every rank gets all prompts; the first one answers."""
+        references = [rank.call.remote("actor", "greedy_gaps", number == 0, answers) for number, rank in enumerate(self.group.ranks)]
+        return Pending("actor.greedy_gaps", references, self.group.minutes, [0])
 
 
 class _RolloutCalls:
@@ -141,7 +164,7 @@ class _RolloutCalls:
         return self.group.call("rollout", "generate", prompts)
 
     def greedy(self, prompts: PromptBatch) -> Pending:
-        """One greedy answer a prompt, on the first rank: for showing, not for training."""
+        """One greedy answer a prompt, on the first ranks: for showing, not for training."""
         return self.group.call_first("rollout", "generate", prompts, greedy=True)
 
 
@@ -181,29 +204,43 @@ class Roles:
         names = config.roles if names is None else tuple(names)
         self._colocated = config.placement == "colocate"
         if self._colocated:
-            self.groups = [RankGroup(config, names, config.actor.parallel)]
+            self.groups = [RankGroup(config, names)]
             by_role = dict.fromkeys(names, self.groups[0])
         else:
-            by_role = {name: RankGroup(config, (name,), config.parallel(name)) for name in names}
+            by_role = {name: RankGroup(config, (name,)) for name in names}
             self.groups = list(by_role.values())
         self._by_role = by_role
         wait(*[group.setup() for group in self.groups])
+        self._checksum, self._synced, self._minutes = config.sync_checksum, False, config.timeout_minutes
+        if not self._colocated and {"actor", "rollout"} <= set(names):
+            self._join_sync()
         calls = {"actor": _ActorCalls, "rollout": _RolloutCalls, "reference": _ReferenceCalls, "reward": _RewardCalls}
         if "reference" not in names:
             self.reference = _NoReference()
         for name, group in by_role.items():
             setattr(self, name, calls[name](group))
 
-    def sync_weights(self, version: int) -> None:
-        """The rollout takes over the actor's weights, as ``version``. Every rank confirms it."""
+    def _join_sync(self) -> None:
+        """One group for the run's weight syncs: the actor's first rank and all of the rollout's."""
+        actor = self._by_role["actor"]
+        address, port = actor.all("address", ranks=actor.ranks[:1]).result()
+        ranks = [actor.ranks[0], *self._by_role["rollout"].ranks]
+        references = [rank.join_sync.remote(address, port, number, len(ranks)) for number, rank in enumerate(ranks)]
+        Pending("weight sync.join", references, self._minutes).parts()
+
+    def sync_weights(self, version: int) -> int:
+        """The rollout takes over the actor's weights, as ``version``. Every rank confirms it. Returns their bytes."""
+        check = self._checksum == "always" or (self._checksum == "first" and not self._synced)
         if self._colocated:
-            loaded = self._by_role["actor"].all("hand_over_weights", version).result()
+            loaded, moved = self._by_role["actor"].all("hand_over_weights", version, check).result()
         else:
-            actor, rollout = self._by_role["actor"], self._by_role["rollout"]
-            stored = actor.all("push_weights", ranks=actor.ranks[:1]).parts()[0]
-            loaded = rollout.all("pull_weights", version, stored).result()
+            references = [rank.receive_weights.remote(version) for rank in self._by_role["rollout"].ranks]
+            references += [rank.send_weights.remote(version, check) for rank in self._by_role["actor"].ranks]
+            loaded, moved = Pending("weight sync", references, self._minutes).result()
         if loaded != version:
             raise WorkerError(f"weight sync: asked for version {version}, the rollout says {loaded}")
+        self._synced = True
+        return int(moved)
 
     def __enter__(self) -> Roles:
         return self

@@ -11,7 +11,7 @@ from typing import Any
 import ray
 
 from mindspeed_odpo import device
-from mindspeed_odpo.config import Config, parameters
+from mindspeed_odpo.config import Config
 from mindspeed_odpo.errors import ConfigError
 from mindspeed_odpo.ray import joins_cluster
 
@@ -38,11 +38,8 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def object_store_bytes(config: Config) -> int:
-    """Room for what travels: batches, and in placement ``separate`` two versions of the policy's weights. Ray's own default
-    is 30 % of the machine's memory."""
-    weights = parameters(config.actor.model) * (2 if config.bf16 else 4) if config.placement == "separate" else 0
-    return 256 * 2**20 + 2 * weights
+OBJECT_STORE_BYTES = 512 * 2**20
+"""Room for what travels through Ray: batches. Ray's own default is 30 % of the machine's memory."""
 
 
 def threads(config: Config, role: str) -> int:
@@ -69,10 +66,10 @@ def check_devices(config: Config, available: float, kind: str) -> None:
     listed = ", ".join(f"{name} {count}" for name, count in needed.items())
     if kind == "cpu":
         busy = ranks_at_once(config)
-        if busy > available:
+        if busy > available and not config.cpu_threads:
             raise ConfigError(
                 f"{busy} ranks would work at the same time ({listed}), the machine has {available:g} CPU cores: "
-                "lower num_gpus_for_train, num_gpus_for_infer or resource_pool"
+                "lower num_gpus_for_train, num_gpus_for_infer or resource_pool, or set training.cpu_threads=1 to share cores all the same"
             )
         return
     if total > available:
@@ -117,7 +114,7 @@ def cluster(config: Config) -> Iterator[None]:
             address="local",
             include_dashboard=False,
             num_cpus=cores(),
-            object_store_memory=object_store_bytes(config),
+            object_store_memory=OBJECT_STORE_BYTES,
             **common,
         )
     try:

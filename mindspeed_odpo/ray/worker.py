@@ -5,23 +5,26 @@ from __future__ import annotations
 import os
 import socket
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
-import numpy as np
 import ray
 import torch
-from torch import Tensor
 
 from mindspeed_odpo import device
 from mindspeed_odpo.config import Config, ParallelConfig
-from mindspeed_odpo.errors import OdpoError
+from mindspeed_odpo.errors import OdpoError, WorkerError
+from mindspeed_odpo.ray.weight_sync import Entry, SyncGroup
 
 
 def needs_group(config: Config, role: str) -> bool:
-    """Whether the role's model needs Megatron's process groups; the other ones are single-process models that split by
-    prompts alone."""
-    return role in ("actor", "reference") or (role == "reward" and config.reward.engine == "megatron")
+    """Whether the role's ranks need process groups; the other ones are single-process models that split by prompts alone."""
+    return (
+        role in ("actor", "reference")
+        or (role == "reward" and config.reward.engine == "megatron")
+        or (role == "rollout" and config.rollout.engine == "megatron" and config.rollout.parallel.tensor > 1)
+    )
 
 
 class RankWorker:
@@ -33,6 +36,7 @@ class RankWorker:
         self.rank = rank
         self.roles: dict[str, Any] = {}
         self.in_group = False
+        self.sync: SyncGroup | None = None
         _quiet_imports()
         device.setup()
         if threads:
@@ -57,27 +61,49 @@ class RankWorker:
         for name in self.names:
             self.roles[name] = _role_class(self.config, name)(self.config, host)
 
-    def call(self, role: str, method: str, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self.roles[role], method)(*args, **kwargs)
+    def call(self, role: str, method: str, reply: bool, *args: Any, **kwargs: Any) -> Any:
+        """``method`` of ``role``; its result, or None where another rank replies with the same."""
+        result = getattr(self.roles[role], method)(*args, **kwargs)
+        return result if reply else None
 
-    def push_weights(self) -> list[ray.ObjectRef]:
-        """This rank's policy weights as buckets in Ray's object store; the first rank's are whole (no tensor parallel)."""
-        from mindspeed_odpo.engine.weights import buckets
+    def join_sync(self, address: str, port: int, rank: int, size: int) -> None:
+        """Join the weight sync's group: rank 0 is the actor's first rank, the others are the rollout's."""
+        self.sync = SyncGroup(rank, size, address, port, self.config.timeout_minutes)
 
-        return [ray.put(_flatten(bucket)) for bucket in buckets(self.roles["actor"].weights())]
+    def send_weights(self, version: int, check: bool) -> tuple[int, int]:
+        """Placement separate, every rank of the actor: its weights, gathered by all, go out from the first one. (version, bytes)"""
+        layout = self.roles["actor"].weight_layout()
+        entries = [Entry(weight.name, weight.dtype, weight.shape) for weight in layout.weights]
+        if self.sync is not None:
+            return version, self.sync.send(version, entries, layout.gather(), check)
+        for _ in layout.gather():  # a collective: the first rank needs this one's part
+            pass
+        return version, sum(entry.nbytes for entry in entries)
 
-    def pull_weights(self, version: int, stored: Sequence[ray.ObjectRef]) -> int:
-        """Load the buckets that the actor pushed; the version loaded."""
-        self.roles["rollout"].load_weights(version, _unflatten(stored))
-        return version
+    def receive_weights(self, version: int) -> tuple[int, int]:
+        """The same sync on every rank of the rollout. (version, bytes)"""
+        assert self.sync is not None, "join_sync comes first"
+        rollout = self.roles["rollout"]
+        load = partial(rollout.load_weights, version)
+        return version, self.sync.receive(version, rollout.weight_shapes(), load, rollout.holds)
 
-    def hand_over_weights(self, version: int) -> int:
-        """Colocated sync: the actor's tensors go to the rollout in this process, without a copy in between."""
-        self.roles["rollout"].load_weights(version, self.roles["actor"].weights())
-        return version
+    def hand_over_weights(self, version: int, check: bool) -> tuple[int, int]:
+        """Placement colocate: the actor's tensors go to the rollout in this process; where the actor is one rank, without a copy
+        in between. (version, bytes)"""
+        layout, rollout = self.roles["actor"].weight_layout(), self.roles["rollout"]
+        rollout.load_weights(version, layout.gather())
+        if check:
+            for name, tensor in layout.gather():
+                if not rollout.holds(name, tensor):
+                    raise WorkerError(
+                        f"weight sync, version {version}: the rollout holds another {name} than the actor gave: a bug, report it"
+                    )
+        return version, sum(weight.nbytes for weight in layout.weights)
 
     def close(self) -> None:
-        """Leave the process group."""
+        """End what the roles still have under way, then leave the process group."""
+        if "actor" in self.roles:
+            self.roles["actor"].close()
         if self.in_group:
             from mindspeed_odpo.engine.parallel import destroy
 
@@ -89,27 +115,6 @@ def _role_class(config: Config, name: str) -> type:
 
     engine = {"megatron": rollout.RolloutEngine, "replay": replay.ReplayEngine}[config.rollout.engine]
     return {"actor": actor.Actor, "reference": reference.Reference, "rollout": engine, "reward": reward.Reward}[name]
-
-
-def _flatten(bucket: Sequence[tuple[str, Tensor]]) -> tuple[list[tuple[str, str, tuple[int, ...]]], np.ndarray]:
-    # One byte array a bucket: Ray hands numpy arrays to readers on the same node without a copy, tensors it pickles.
-    manifest = [(name, str(tensor.dtype)[6:], tuple(tensor.shape)) for name, tensor in bucket]
-    flat = torch.cat([tensor.detach().cpu().contiguous().view(-1).view(torch.uint8) for _, tensor in bucket])
-    return manifest, flat.numpy()
-
-
-def _unflatten(stored: Sequence[ray.ObjectRef]) -> Iterator[tuple[str, Tensor]]:
-    for reference in stored:
-        manifest, flat = ray.get(reference)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the array is read-only; so are we
-            data = torch.from_numpy(flat)
-        start = 0
-        for name, dtype, shape in manifest:
-            kind = getattr(torch, dtype)
-            stop = start + kind.itemsize * int(np.prod(shape))
-            yield name, data[start:stop].view(kind).view(shape)
-            start = stop
 
 
 def _quiet_imports() -> None:

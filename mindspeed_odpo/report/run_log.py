@@ -156,13 +156,18 @@ class RunLog:
         yield timed
         self._timings["all"] = time.perf_counter() - start
 
-    def record(self, rollout: Rollout, scores: Tensor, pairs: Pairs, stats: StepStats, beta: float) -> dict[str, float]:
-        """Write and show the iteration that ``step`` has timed; ``scores`` f32 ``[P,K]``, raw. Returns its metrics."""
+    def record(
+        self, rollout: Rollout, scores: Tensor, pairs: Pairs, stats: StepStats, beta: float, sync_bytes: int | None = None
+    ) -> dict[str, float]:
+        """Write and show the iteration that ``step`` has timed; ``scores`` f32 ``[P,K]``, raw; ``sync_bytes``: of its weight sync.
+        Returns its metrics."""
         step, now = self._step, datetime.now()
         wanted, answered = self._prompts.order.rows(step), rollout.prompt_index.tolist()
         if wanted != answered:
             raise WorkerError(f"iteration {step}: the rollout answered the prompts {answered[:8]} of the data, its batch has {wanted[:8]}")
-        metrics = step_metrics(stats, rollout, pairs, scores, self._timings, beta=beta, epoch=self._prompts.epoch(step))
+        metrics = step_metrics(
+            stats, rollout, pairs, scores, self._timings, beta=beta, epoch=self._prompts.epoch(step), sync_bytes=sync_bytes
+        )
         if isinstance(self._prompts, Prompts):
             self._write_completions(step, self._prompts, rollout, scores, pairs)
         row = {"step": step, "time": now.isoformat(timespec="seconds"), **metrics}

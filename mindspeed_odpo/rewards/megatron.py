@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from mindspeed_odpo.config import ParallelConfig
+from mindspeed_odpo.engine.value_head import values
 from mindspeed_odpo.hf.config import read_model_config
 from mindspeed_odpo.hosts.standalone import Host
 from mindspeed_odpo.rewards.model import ModelReward
@@ -23,13 +24,12 @@ class MegatronReward(ModelReward):
         self._check_vocabulary(architecture.vocab_size)
         self._longest = architecture.max_position_embeddings
         self._device = host.device
-        self.model = host.build_model(architecture, parallel, trainable=False, value_head=True)
-        host.load_hf(self.model, self._folder, architecture, value_head=True)
+        self.chunks = host.build_model(architecture, parallel, trainable=False, value_head=True)
+        host.load_hf(self.chunks, self._folder, architecture, value_head=True)
 
-    @torch.no_grad()
     def _forward(self, encoded: list[list[int]]) -> list[float]:
         # Padding stands on the right of a causal model: what it holds does not matter, and no id has to be told from it.
         width = max(map(len, encoded))
-        ids = torch.tensor([row + [0] * (width - len(row)) for row in encoded], device=self._device)
-        last = torch.tensor([len(row) - 1 for row in encoded], device=self._device)
-        return self.model.values(ids, last).tolist()
+        ids = torch.tensor([row + [0] * (width - len(row)) for row in encoded])
+        last = torch.tensor([len(row) - 1 for row in encoded])
+        return values(self.chunks, ids, last, self._device).tolist()

@@ -18,13 +18,13 @@ class Reference:
     def __init__(self, config: Config, host: Host) -> None:
         self.config = config
         self.host = host
-        self.model = host.build_model(config.reference.model, config.reference.parallel, trainable=False)
+        self.chunks = host.build_model(config.reference.model, config.reference.parallel, trainable=False)
         if is_checkpoint(config.reference.load):
-            load_checkpoint(config.reference.load, self.model, None, config.reference.model)
+            load_checkpoint(config.reference.load, self.chunks, None, config.reference.model)
         else:
-            host.load_hf(self.model, config.reference.load, config.reference.model)
+            host.load_hf(self.chunks, config.reference.load, config.reference.model)
 
     def logps(self, rollout: Rollout) -> Tensor:
         """f32 ``[P,K]``, summed over answer tokens with the EOS."""
         rollout.check()
-        return answer_logps(self.model, rollout, self.config.reference.micro_batch_size, self.host.device)
+        return answer_logps(self.chunks, rollout, self.config.reference.micro_batch_size, self.host.device)

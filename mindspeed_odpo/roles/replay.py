@@ -61,6 +61,13 @@ class ReplayEngine:
         """Takes note of the version; the weights are not looked at."""
         self.version = version
 
+    def weight_shapes(self) -> None:
+        """Any weights will do."""
+
+    def holds(self, name: str, whole: Tensor) -> bool:
+        """Nothing is kept, so nothing is wrong."""
+        return True
+
     def generate(self, prompts: PromptBatch, greedy: bool = False) -> Rollout:
         """The recorded answers of iteration ``prompts.step``, padded with id 0 to the longest of them."""
         if greedy:

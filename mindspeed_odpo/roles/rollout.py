@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 
@@ -13,15 +13,24 @@ from mindspeed_odpo.types import PromptBatch, Rollout
 
 
 class RolloutEngine:
-    """One data-parallel rank of the rollout engine ``megatron``: a decode module fed by the weight sync."""
+    """One rank of the rollout engine ``megatron``: a decode module fed by the weight sync. With tensor parallelism above 1 all ranks
+    of the process build one at the same time, after they have joined a group (``Host.init``)."""
 
     def __init__(self, config: Config, host: Host) -> None:
         self.config = config
-        self.decoder = Decoder(config.rollout.model, config.bf16, device=host.device)
+        self.decoder = Decoder(config.rollout.model, config.bf16, host.device, host.tensor_group(config.rollout.parallel))
         self.eos_ids = host.eos_ids()
 
     def load_weights(self, version: int, items: Iterable[tuple[str, Tensor]]) -> None:
         self.decoder.load_weights(version, items)
+
+    def weight_shapes(self) -> Mapping[str, tuple[int, ...]] | None:
+        """Name -> shape of the whole tensors that a sync must bring."""
+        return self.decoder.shapes
+
+    def holds(self, name: str, whole: Tensor) -> bool:
+        """Whether the last sync left of tensor ``name`` what it should."""
+        return self.decoder.holds(name, whole)
 
     def generate(self, prompts: PromptBatch, greedy: bool = False) -> Rollout:
         """K sampled answers a prompt (one greedy answer with ``greedy``), ``prompts_per_call`` prompts at a time."""

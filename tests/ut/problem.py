@@ -102,34 +102,54 @@ def exact(policy_folder: Path, ref_folder: Path) -> Exact:
 
 @dataclass
 class Ours:
-    model: torch.nn.Module
-    ddp: torch.nn.Module
+    chunks: list
+    ddps: list
     optimizer: object
     config: ModelConfig
     folder: Path
 
+    @property
+    def model(self):
+        """The whole model of one rank."""
+        (model,) = self.chunks
+        return model
+
     def weights(self) -> dict[str, Tensor]:
-        return {name: tensor.detach().clone() for name, tensor in named_weights(self.model)}
+        return {name: tensor.detach().clone() for name, tensor in named_weights(self.chunks)}
 
 
-def load(folder: Path, trainable: bool, padded_to: int | None = None, bf16: bool = False, lr: float = LR) -> Ours:
+def load(
+    folder: Path,
+    trainable: bool,
+    padded_to: int | None = None,
+    bf16: bool = False,
+    lr: float = LR,
+    parallel: ParallelConfig = ParallelConfig(),  # noqa: B008
+    padding: float = 0.0,
+    forwarded: dict | None = None,
+) -> Ours:
+    """``padding``: what stands in the embedding's rows above the true vocabulary."""
     from dataclasses import replace
 
     config = read_model_config(folder, "tiny")
     if padded_to:
         config = replace(config, padded_vocab_size=padded_to)
-    model = build_model(config, ParallelConfig(), bf16, trainable=trainable)
-    load_named(model, hf_to_megatron(folder, config))
+    chunks = build_model(config, parallel, bf16, trainable=trainable, forwarded=forwarded)
+    weights = dict(hf_to_megatron(folder, config))
+    for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+        if name in weights:
+            weights[name][config.vocab_size :] = padding
+    load_named(chunks, weights.items())
     if not trainable:
-        return Ours(model, model, None, config, folder)
-    ddp = wrap_for_training(model, bf16)
+        return Ours(chunks, chunks, None, config, folder)
+    ddps = wrap_for_training(chunks, bf16, parallel)
     settings = OptimizerConfig(lr=lr, clip_grad=0.0, adam_eps=1e-5)
-    return Ours(model, ddp, make_optimizer(ddp, settings, bf16), config, folder)
+    return Ours(chunks, ddps, make_optimizer(ddps, settings, bf16, parallel), config, folder)
 
 
 def step(policy: Ours, batch, micro_batch_size: int = 2, global_pairs: int | None = None, loss=LossConfig(), **options):  # noqa: B008
     return forward.train_step(
-        policy.ddp,
+        policy.ddps,
         policy.optimizer,
         batch,
         global_pairs=int(batch.pairs.keep.sum()) if global_pairs is None else global_pairs,

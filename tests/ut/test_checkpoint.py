@@ -24,7 +24,7 @@ def folder(folders):
 
 def batch(policy) -> TrainBatch:
     rollout = problem.rollout()
-    ref = forward.answer_logps(policy.model, rollout, 2, torch.device("cpu")) - 1.0
+    ref = forward.answer_logps(policy.chunks, rollout, 2, torch.device("cpu")) - 1.0
     return TrainBatch(rollout, make_pairs(problem.scores(), rollout, PairsConfig()), ref)
 
 
@@ -35,11 +35,11 @@ def test_a_resumed_policy_trains_on_bit_for_bit(folder, tmp_path, bf16):
     data = batch(straight)
     problem.step(straight, data)
     problem.step(straight, data)
-    checkpoint.save_checkpoint(tmp_path, 2, straight.model, straight.optimizer, straight.config, {"seed": 3})
+    checkpoint.save_checkpoint(tmp_path, 2, straight.chunks, straight.optimizer, straight.config, {"seed": 3})
     problem.step(straight, data)
 
     resumed = problem.load(folder, True, bf16=bf16)
-    assert checkpoint.load_checkpoint(tmp_path, resumed.model, resumed.optimizer, resumed.config) == (2, {"seed": 3})
+    assert checkpoint.load_checkpoint(tmp_path, resumed.chunks, resumed.optimizer, resumed.config) == (2, {"seed": 3})
     problem.step(resumed, data)
     for name, value in straight.weights().items():
         assert torch.equal(resumed.weights()[name], value), name
@@ -48,17 +48,17 @@ def test_a_resumed_policy_trains_on_bit_for_bit(folder, tmp_path, bf16):
 def test_weights_only(folder, tmp_path):
     saved = problem.load(folder, True)
     problem.step(saved, batch(saved))
-    checkpoint.save_checkpoint(tmp_path, 1, saved.model, saved.optimizer, saved.config, {})
+    checkpoint.save_checkpoint(tmp_path, 1, saved.chunks, saved.optimizer, saved.config, {})
     fresh = problem.load(folder, True)
     assert not torch.equal(fresh.weights()["decoder.final_layernorm.weight"], saved.weights()["decoder.final_layernorm.weight"])
-    checkpoint.load_checkpoint(tmp_path, fresh.model, None, fresh.config)
+    checkpoint.load_checkpoint(tmp_path, fresh.chunks, None, fresh.config)
     for name, value in saved.weights().items():
         assert torch.equal(fresh.weights()[name], value), name
 
 
 def test_a_save_that_fails_leaves_the_former_checkpoint_the_latest(folder, tmp_path, monkeypatch):
     policy = problem.load(folder, True)
-    checkpoint.save_checkpoint(tmp_path, 1, policy.model, policy.optimizer, policy.config, {})
+    checkpoint.save_checkpoint(tmp_path, 1, policy.chunks, policy.optimizer, policy.config, {})
 
     def torn(*args, **kwargs):
         (tmp_path / ".iter_0000002.partial" / "half").write_text("x")
@@ -66,7 +66,7 @@ def test_a_save_that_fails_leaves_the_former_checkpoint_the_latest(folder, tmp_p
 
     monkeypatch.setattr(checkpoint.dist_checkpointing, "save", torn)
     with pytest.raises(OSError, match="disk full"):
-        checkpoint.save_checkpoint(tmp_path, 2, policy.model, policy.optimizer, policy.config, {})
+        checkpoint.save_checkpoint(tmp_path, 2, policy.chunks, policy.optimizer, policy.config, {})
     assert checkpoint.latest_iteration(tmp_path) == 1
     assert sorted(p.name for p in tmp_path.iterdir() if not p.name.startswith(".")) == ["iter_0000001", checkpoint.TRACKER]
 
@@ -83,7 +83,7 @@ def test_a_bad_tracker_is_named(tmp_path):
 def test_a_model_with_another_rope_is_refused(folder, tmp_path):
     """The tensors fit, the numbers would not."""
     policy = problem.load(folder, True)
-    checkpoint.save_checkpoint(tmp_path, 1, policy.model, policy.optimizer, policy.config, {})
+    checkpoint.save_checkpoint(tmp_path, 1, policy.chunks, policy.optimizer, policy.config, {})
     other = replace(policy.config, rotary_interleaved=True)
     with pytest.raises(ConfigError, match="rotary_interleaved is True, the checkpoint in .* was made with False: take the model yaml"):
-        checkpoint.load_checkpoint(tmp_path, policy.model, None, other)
+        checkpoint.load_checkpoint(tmp_path, policy.chunks, None, other)

@@ -323,10 +323,6 @@ def test_wrong_types(tree: dict[str, Any], settings: dict[str, Any], words: str)
         ({"training__seq_length": 129}, "training.seq_length 129 exceeds max_position_embeddings 128 of model.small"),
         ({"A__ppo_epochs": 2}, f"{ACTOR}.ppo_epochs: 2 is not supported, set it to 1"),
         ({"A__ppo_mini_batch_size": 4}, f"{ACTOR}.ppo_mini_batch_size: 4 is not supported, set it to 8"),
-        ({"A__tensor_model_parallel_size": 2}, f"{ACTOR}.tensor_model_parallel_size: 2; this version trains with data parallelism only"),
-        ({"R__context_parallel_size": 2}, "actor_rollout_ref.ref.context_parallel_size: 2; this version"),
-        ({"training__pipeline_model_parallel_size": 2}, "training.pipeline_model_parallel_size: 2; this version"),
-        ({"A__inference_tensor_model_parallel_size": 2}, "inference_tensor_model_parallel_size: 2; this version"),
         ({"A__min_lr": 1.0}, "min_lr 1 is larger than lr 1e-06"),
         ({"A__lr_warmup_iters": 2, "A__lr_warmup_fraction": 0.1}, "lr_warmup_iters 2 and lr_warmup_fraction 0.1 say the same thing"),
         (
@@ -338,7 +334,10 @@ def test_wrong_types(tree: dict[str, Any], settings: dict[str, Any], words: str)
         ({"training__run_name": "a/b"}, "training.run_name: a plain name without '/', got 'a/b'"),
         ({"A__hidden_dropout": 0.1}, f"{ACTOR}.hidden_dropout: only 0.0 is accepted, got 0.1; dropout is off"),
         ({"model__small__normalization": "LayerNorm"}, "model.small.normalization: only 'RMSNorm' is accepted, got 'LayerNorm'"),
-        ({"model__small__num_experts": 8}, "model.small.num_experts: only null is accepted, got 8"),
+        ({"model__small__num_experts": 8}, "rollout_engine: megatron answers with dense models only, model.small has 8 experts: set"),
+        ({"model__small__num_experts": 8, "training__stage": "ray_dpo"}, "training.export_hf: model.small has 8 experts, which have no"),
+        ({"model__small__num_experts": 2, "model__small__moe_router_topk": 4}, "moe_router_topk 4 is more than num_experts 2"),
+        ({"training__keep_last": -1}, "training.keep_last: must be >= 0, got -1"),
         ({"model__small__num_query_groups": 3}, "model.small: num_attention_heads 4 is not a multiple of num_query_groups 3"),
         ({"model__small__group_query_attention": False}, "group_query_attention is false, but num_query_groups 2 differs from 4 heads"),
         ({"model__small__hidden_size": 30}, "model.small: hidden_size 30 is not a multiple of num_attention_heads 4; set kv_channels"),
@@ -409,6 +408,151 @@ def test_ranks_colocate(tree: dict[str, Any]) -> None:
 def test_batch_divides_by_every_role(tree: dict[str, Any], settings: dict[str, Any], name: str) -> None:
     words = error_of(tree, **settings)
     assert f"training.global_batch_size 8 does not divide by the 3 data-parallel ranks of {name}: use 6 or 9" in words
+
+
+def test_data_parallel_ranks_are_what_the_other_sizes_leave(tree: dict[str, Any]) -> None:
+    """4 x (2 x 2) training ranks, rollout of TP 2, reference of CP 2; one copy of each model where no number of ranks is given."""
+    tree = with_keys(tree, A__tensor_model_parallel_size=2, A__pipeline_model_parallel_size=2, A__inference_tensor_model_parallel_size=2)
+    tree = with_keys(tree, R__context_parallel_size=2)
+    config = parse(tree, "test")
+    sizes = {role: config.parallel(role) for role in config.roles}
+    assert sizes == {
+        "actor": ParallelConfig(tensor=2, pipeline=2),
+        "rollout": ParallelConfig(tensor=2),
+        "reference": ParallelConfig(context=2),
+        "reward": ParallelConfig(),
+    }
+    config = parse(with_keys(tree, A__num_gpus_for_train=16, A__num_gpus_for_infer=4, resource_pool={"ref": [2, 2], "reward": [2]}), "test")
+    assert ranks(config) == (4, 2, 2, 2)
+    assert [config.parallel(role).world_size for role in config.roles] == [16, 4, 4, 2]
+    plan = describe(config)
+    for line in (
+        "layout       policy: TP 2 x PP 2 x DP 4 = 16 ranks\n",
+        "             rollout: TP 2 x DP 2 = 4 ranks\n",
+        "             reference: TP 1 x CP 2 x DP 2 = 4 ranks\n",
+        "             reward: TP 1 x DP 2 = 2 ranks\n",
+    ):
+        assert line in plan
+    assert "2 pairs = 4 sequences, 1 micro-batches, each of 4 data-parallel ranks" in plan
+
+
+def test_switches_of_the_training_layout(tree: dict[str, Any]) -> None:
+    """The keys of Megatron's arguments; sizes in ``training`` are every Megatron model's, and say nothing about a reward function."""
+    settings = {
+        "tensor_model_parallel_size": 2,
+        "pipeline_model_parallel_size": 2,
+        "sequence_parallel": True,
+        "use_distributed_optimizer": True,
+    }
+    tree = with_keys(tree, training__overlap_grad_reduce=True, model__small__num_layers=4, model__small__ffn_hidden_size=72)
+    tree = with_keys(tree, A__num_layers_per_virtual_pipeline_stage=1, **{f"training__{name}": value for name, value in settings.items()})
+    config = parse(tree, "test")
+    assert config.actor.parallel == ParallelConfig(tensor=2, pipeline=2, virtual=2, sequence=True, zero1=True, overlap=True)
+    assert config.reference.parallel == ParallelConfig(tensor=2, pipeline=2, sequence=True)
+    assert (config.reward.parallel, config.rollout.parallel) == (ParallelConfig(), ParallelConfig())
+    assert "policy: TP 2 x PP 2 x DP 1 = 4 ranks, 2 chunks a stage, sequence parallel, distributed optimizer, overlapped" in describe(
+        config
+    )
+    assert config.notices == ()
+    uneven = parse(with_keys(tree, model__small__num_layers=5, training__num_layers_in_first_pipeline_stage=2,
+                             A__num_layers_per_virtual_pipeline_stage=None), "test")  # fmt: skip
+    assert uneven.forwarded["actor_rollout"] == {"num_layers_in_first_pipeline_stage": 2}
+    assert "not kept apart" in parse(with_keys(tree, A__overlap_param_gather=False), "test").notices[0]
+
+
+def test_sequence_parallel_of_a_model_file_waits_for_tensor_parallelism(tree: dict[str, Any]) -> None:
+    """MindSpeed-LLM's model files say true whatever the size: off with a notice for each role of size 1."""
+    config = parse(with_keys(tree, model__small__sequence_parallel=True, R__tensor_model_parallel_size=2), "test")
+    assert (config.actor.parallel.sequence, config.reference.parallel.sequence) == (False, True)
+    assert [line for line in config.notices if "sequence" in line] == [
+        "model.small.sequence_parallel: true is off for actor_rollout, whose tensor_model_parallel_size is 1"
+    ]
+
+
+def test_layouts_in_colocate(tree: dict[str, Any]) -> None:
+    """All roles on the same ranks: the reference has the policy's sizes, the rollout its own tensor size."""
+    tree = with_keys(tree, training__placement="colocate", A__tensor_model_parallel_size=2, A__num_gpus_for_train=4)
+    config = parse(tree, "test")
+    assert config.actor.parallel == config.reference.parallel == ParallelConfig(tensor=2, data=2)
+    assert config.rollout.parallel == config.reward.parallel == ParallelConfig(data=4)
+    own = parse(with_keys(tree, A__inference_tensor_model_parallel_size=2), "test")
+    assert own.rollout.parallel == ParallelConfig(tensor=2, data=2)
+    assert "ref.tensor_model_parallel_size: 1, but with training.placement=colocate the policy's 2 holds" in error_of(
+        tree, R__tensor_model_parallel_size=1
+    )
+    assert "num_gpus_for_train 3 does not divide by the 2 ranks (TP 2) of one copy of the model: use 2 or 4" in error_of(
+        tree, A__num_gpus_for_train=3
+    )
+    assert "global_batch_size 2 does not divide by the 4 data-parallel ranks" in error_of(tree, training__global_batch_size=2)
+    offline = parse(with_keys(tree, training__stage="ray_dpo", training__global_batch_size=2), "test")
+    assert offline.actor.parallel.data == 2  # nobody answers: what 4 rollout ranks would need does not matter
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (
+            {"A__tensor_model_parallel_size": 2, "A__num_gpus_for_train": 5},
+            "num_gpus_for_train 5 does not divide by the 2 ranks (TP 2) of one copy of the model: use 4 or 6",
+        ),
+        (
+            {"R__pipeline_model_parallel_size": 2, "resource_pool": {"ref": [1]}},
+            "resource_pool.ref 1 does not divide by the 2 ranks (TP 1 x PP 2) of one copy of the model: use 2",
+        ),
+        (
+            {"A__inference_tensor_model_parallel_size": 2, "A__num_gpus_for_infer": 3},
+            "num_gpus_for_infer 3 does not divide by the 2 ranks (TP 2) of one copy of the model: use 2 or 4",
+        ),
+        (
+            {"A__tensor_model_parallel_size": 4},
+            f"{ACTOR}.tensor_model_parallel_size: 4 does not divide num_query_groups 2 of model.small: use 1 or 2",
+        ),
+        (
+            {"A__inference_tensor_model_parallel_size": 3},
+            f"{ACTOR}.inference_tensor_model_parallel_size: 3 does not divide num_attention_heads 4 of model.small: use 1 or 2",
+        ),
+        (
+            {"A__tensor_model_parallel_size": 2, "model__small__vocab_size": 101},
+            "2 does not divide padded_vocab_size 101 of model.small: set model.small.make_vocab_size_divisible_by to 2 "
+            "(padded_vocab_size, where it is set, to 102)",
+        ),
+        (
+            {"A__pipeline_model_parallel_size": 2, "model__small__num_layers": 3},
+            f"{ACTOR}.pipeline_model_parallel_size: 2 does not divide the 3 layers of model.small: use 1 or 3, or set num_layers_in",
+        ),
+        (
+            {"A__pipeline_model_parallel_size": 2, "model__small__num_layers": 8, "A__num_layers_per_virtual_pipeline_stage": 3},
+            "num_layers_per_virtual_pipeline_stage: 8 layers of model.small on 2 stages are no whole number of chunks of 3 layers: use 1",
+        ),
+        ({"A__num_layers_per_virtual_pipeline_stage": 1}, "num_layers_per_virtual_pipeline_stage: 1 cuts pipeline stages, but"),
+        ({"A__sequence_parallel": True}, f"{ACTOR}.sequence_parallel: true, but there is one tensor-parallel rank"),
+        ({"A__expert_model_parallel_size": 2}, f"{ACTOR}.expert_model_parallel_size: 2, but model.small has no experts: set it to 1"),
+        (
+            {"A__overlap_param_gather": True, "A__overlap_grad_reduce": True},
+            "needs use_distributed_optimizer and overlap_grad_reduce, got false",
+        ),
+        ({"A__inference_pipeline_model_parallel_size": 2}, "only 1 is accepted, got 2; the rollout is split by tensor and data"),
+        ({"A__virtual_pipeline_model_parallel_size": 2}, "only null is accepted, got 2; the number of chunks follows from"),
+        ({"reward__tensor_model_parallel_size": 2}, "reward.tensor_model_parallel_size: 2 goes with reward.engine: megatron"),
+        (
+            {"training__global_batch_size": 6, "A__tensor_model_parallel_size": 2, "A__num_gpus_for_train": 8},
+            "global_batch_size 6 does not divide by the 4 data-parallel ranks of num_gpus_for_train: use 4 or 8",
+        ),
+    ],
+)
+def test_layouts_that_cannot_be(tree: dict[str, Any], settings: dict[str, Any], words: str) -> None:
+    """Told before anything starts, with the numbers and the next ones that are right."""
+    assert words in error_of(tree, **settings)
+
+
+def test_experts_are_shared_by_data_parallel_ranks() -> None:
+    from mindspeed_odpo.config import ModelConfig, check_split
+
+    sizes = {"num_layers": 2, "hidden_size": 8, "ffn_hidden_size": 8, "num_attention_heads": 2, "num_query_groups": 2, "kv_channels": 4}
+    moe = ModelConfig("moe", vocab_size=8, padded_vocab_size=8, max_position_embeddings=8, num_experts=4, **sizes)
+    check_split(moe, ParallelConfig(expert=2, data=2), "actor.tensor_model_parallel_size")
+    with pytest.raises(ConfigError, match="expert_model_parallel_size: 3, but model.moe has 4 experts: use a divisor of them"):
+        check_split(moe, ParallelConfig(expert=3, data=3), "actor.tensor_model_parallel_size")
 
 
 def test_missing_folders_and_files(tree: dict[str, Any], folder: Path) -> None:

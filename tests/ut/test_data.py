@@ -14,6 +14,7 @@ from mindspeed_odpo.config import DataConfig
 from mindspeed_odpo.data.formats import read_rows
 from mindspeed_odpo.data.prompts import Prompts, decode_answers, encode_plain, load_tokenizer
 from mindspeed_odpo.errors import DataError
+from mindspeed_odpo.train import begin_data
 from mindspeed_odpo.types import Rollout
 
 USER, BOT, SYS = 3, 4, 5
@@ -202,6 +203,21 @@ def test_file_order_without_shuffle_goes_over_the_end(seven):
 def test_a_batch_may_be_larger_than_the_data(seven):
     prompts = stream(seven, batch=10, shuffle=False)
     assert prompts.batch(2).index.tolist() == [3, 4, 5, 6, 0, 1, 2, 3, 4, 5]
+
+
+def test_data_that_came_in_later_starts_at_its_first_row(seven, capsys):
+    """Iteration 4 of a run that goes on from iteration 3 with another file takes what iteration 1 took of it; told once."""
+    fresh, later = stream(seven, batch=2), stream(seven, batch=2)
+    begin_data(later, began=3, first=3)
+    assert "the data is not what iterations up to 3 were trained on: it starts at its first row" in capsys.readouterr().out
+    for step in range(1, 9):
+        assert later.batch(step + 3).index.tolist() == fresh.batch(step).index.tolist()
+        assert (later.epoch(step + 3), later.epoch_index(step + 3)) == (fresh.epoch(step), fresh.epoch_index(step))
+    with pytest.raises(ValueError, match="iterations of this data count from 4, got 3"):
+        later.batch(3)
+    begin_data(later, began=3, first=5)
+    begin_data(fresh, began=0, first=0)
+    assert capsys.readouterr().out == ""
 
 
 def test_columns_and_first_step(seven):

@@ -67,6 +67,23 @@ def test_check_starts_nothing(given: list[str], started: list[Config], capsys: p
     assert capsys.readouterr().out.startswith(f"ignored, no meaning in DPO: {ACTOR}.clip_ratio\nmodel        tiny: 2 layers")
 
 
+def test_the_plan_says_each_role_s_layout(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Four shared ranks: the policy cut twice, the reference like it, the rollout with a layout of its own."""
+    sizes = [f"{ACTOR}.{name}_model_parallel_size=2" for name in ("tensor", "pipeline", "inference_tensor")]
+    ranks = [f"{ACTOR}.num_gpus_for_train=4", *(f"resource_pool.{name}=[4]" for name in ("actor_rollout", "ref", "reward"))]
+    assert cli.main(["check", *given, *sizes, *ranks]) == 0
+    out = capsys.readouterr().out
+    assert "placement    colocate: actor, rollout, reference and reward take turns on ranks 0-3\n" in out
+    assert (
+        "layout       policy: TP 2 x PP 2 x DP 1 = 4 ranks\n"
+        "             rollout: TP 2 x DP 2 = 4 ranks\n"
+        "             reference: TP 2 x PP 2 x DP 1 = 4 ranks\n"
+        "             reward: TP 1 x DP 4 = 4 ranks\n"
+    ) in out
+    assert cli.main(["check", *given, *sizes, *ranks[:-1], "resource_pool.reward=[2]"]) == 1
+    assert "resource_pool.reward: 2 ranks" in capsys.readouterr().err
+
+
 def test_odpo_train_is_the_same(given: list[str], started: list[Config]) -> None:
     assert cli.main(["train", *given, "training.seed=5"]) == 0
     assert started[0].seed == 5

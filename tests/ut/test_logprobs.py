@@ -29,17 +29,37 @@ def test_padded_rows_take_no_probability():
     assert got.exp().sum().item() == pytest.approx(1.0, abs=1e-6)
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 7])
-def test_chunks_change_neither_values_nor_gradients(chunk):
+@pytest.mark.parametrize("chunk", [1, 3, 7, 100])
+def test_values_and_gradients_equal_log_softmax(chunk):
+    """In pieces and whole: value, gradient of the hidden states and of the weight, whose padded rows get none."""
     hidden, weight, targets, vocab = problem()
     results = []
-    for size in (100, chunk):
+    for ours in (False, True):
         h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-        out = token_logps(h, w, targets, vocab, chunk=size)
+        if ours:
+            out = token_logps(h, w, targets, vocab, chunk=chunk)
+        else:
+            out = (h @ w[:vocab].T).log_softmax(-1).gather(1, targets[:, None]).squeeze(1)
         (out * torch.arange(1.0, 8.0)).sum().backward()
         results.append((out.detach(), h.grad, w.grad))
-    for plain, chunked in zip(*results, strict=True):
-        torch.testing.assert_close(chunked, plain, rtol=1e-6, atol=1e-6)
+    for plain, got in zip(*results, strict=True):
+        torch.testing.assert_close(got, plain, rtol=1e-5, atol=1e-5)
+    assert results[1][2][vocab:].abs().sum() == 0
+
+
+def test_no_position_at_all():
+    """A rank of several that share a sequence may hold no answer token: nothing, with a gradient of zero."""
+    hidden, weight, targets, vocab = problem()
+    h, w = hidden[:0].clone().requires_grad_(), weight.clone().requires_grad_()
+    token_logps(h, w, targets[:0], vocab).sum().backward()
+    assert h.grad.shape == (0, 8) and w.grad.abs().sum() == 0
+
+
+def test_a_frozen_weight_gets_no_gradient():
+    hidden, weight, targets, vocab = problem()
+    h = hidden.clone().requires_grad_()
+    token_logps(h, weight, targets, vocab).sum().backward()
+    assert weight.grad is None and h.grad.abs().sum() > 0
 
 
 def test_bf16_inputs_are_reduced_in_fp32():

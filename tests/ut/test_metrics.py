@@ -37,7 +37,8 @@ def rollout() -> Rollout:
 
 def metrics(scores: list[list[float]], stats: StepStats, **options) -> dict[str, float]:
     tensor = torch.tensor(scores)
-    return step_metrics(stats, rollout(), make_pairs(tensor, rollout(), PairsConfig(**options)), tensor, TIMINGS, beta=0.1, epoch=0.5)
+    pairs = make_pairs(tensor, rollout(), PairsConfig(**options))
+    return step_metrics(stats, rollout(), pairs, tensor, TIMINGS, beta=0.1, epoch=0.5, sync_bytes=1000)
 
 
 STATS = StepStats(
@@ -90,6 +91,7 @@ def test_worked_example():
         "update_skipped": 0,
         "update_nonfinite": 0,
         "policy_version": 3,
+        "sync/bytes": 1000,
         "throughput/tokens_per_second": 13 / 4,
         "throughput/rollout_tokens_per_second": 13 / 2,
         "epoch": 0.5,
@@ -181,7 +183,7 @@ def test_recorded_preferences_have_no_scores_and_no_rollout():
         STATS, rollout(), Pairs(0 * one, one, torch.zeros(3, 1), 0 * one), torch.full((3, 2), NAN), timings, beta=0.1, epoch=0.0
     )
     absent = metrics([[1.0, 0.0]] * 3, STATS).keys() - m.keys()
-    assert absent == {"timing/gen", "timing/ref", "timing/sync", "throughput/rollout_tokens_per_second"}
+    assert absent == {"timing/gen", "timing/ref", "timing/sync", "sync/bytes", "throughput/rollout_tokens_per_second"}
     undefined = {name for name, value in m.items() if math.isnan(value)}
     assert undefined == {"reward/margin", "reward/score/mean", "reward/score/max", "reward/score/min"}
     assert (m["pairs/kept"], m["pairs/tie_fraction"], m["reward/unscored"]) == (3.0, 0.0, 6.0)

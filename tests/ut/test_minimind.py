@@ -131,11 +131,11 @@ def _megatron(w: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     yield "decoder.final_layernorm.weight", w["norm"]
 
 
-def _model(w: dict[str, Tensor], interleaved: bool) -> PolicyModel:
+def _model(w: dict[str, Tensor], interleaved: bool) -> list[PolicyModel]:
     config = replace(read_model("minimind-1layer"), rotary_interleaved=interleaved)
-    model = build_model(config, ParallelConfig(), False, trainable=False)
-    load_named(model, _megatron(w))
-    return model
+    chunks = build_model(config, ParallelConfig(), False, trainable=False)
+    load_named(chunks, _megatron(w))
+    return chunks
 
 
 def _rollout(rows: list[list[int]], starts: list[int]) -> Rollout:
@@ -153,7 +153,7 @@ def _rollout(rows: list[list[int]], starts: list[int]) -> Rollout:
     return Rollout(prompt_ids, prompt_mask, ids, mask, torch.ones(p, 2, dtype=torch.bool), torch.arange(p), 0).check()
 
 
-def _our_loss(policy: PolicyModel, ref: PolicyModel, rollout: Rollout, reduction: str) -> float:
+def _our_loss(policy: list[PolicyModel], ref: list[PolicyModel], rollout: Rollout, reduction: str) -> float:
     lengths = rollout.counted_lengths()
     values = [reduced(answer_logps(model, rollout, 2, torch.device("cpu")), lengths, reduction, WIDTH - 1) for model in (policy, ref)]
     (chosen, rejected), (ref_chosen, ref_rejected) = (value.unbind(1) for value in values)
@@ -176,7 +176,7 @@ def test_loss_of_the_one_layer_model(interleaved: bool) -> None:
     rows, starts = _dialogues()
     with torch.no_grad():
         plain = _plain_logits(weights[0], torch.tensor(rows[:1]), interleaved)
-        torch.testing.assert_close(policy(torch.tensor(rows[:1])), plain, atol=1e-4, rtol=0)
+        torch.testing.assert_close(policy[0](torch.tensor(rows[:1])), plain, atol=1e-4, rtol=0)
     assert plain.std() > 0.5
     for reduction, away in zip(REDUCTIONS, (1e-3, 1e-3, 1e-1), strict=True):
         expected = _notebook_loss(*weights, rows, starts, interleaved, reduction).item()

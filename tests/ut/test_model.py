@@ -58,8 +58,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _load(folder: Path, *, bf16: bool = False, trainable: bool = True, **changes: Any) -> PolicyModel:
     config = replace(read_model_config(folder, "tiny"), **changes)
-    model = build_model(config, ParallelConfig(), bf16, trainable=trainable)
-    load_named(model, hf_to_megatron(folder, config))
+    (model,) = build_model(config, ParallelConfig(), bf16, trainable=trainable)
+    load_named([model], hf_to_megatron(folder, config))
     return model
 
 
@@ -99,7 +99,7 @@ def test_both_rope_layouts_compute_the_folder(kind: str, interleaved: bool, tmp_
     theirs = _hf_logits(folder, ids)
     with torch.no_grad():
         torch.testing.assert_close(model(ids), theirs, atol=1e-5 * theirs.abs().max().item(), rtol=0)
-    returned = dict(megatron_to_hf(named_weights(model), replace(read_model_config(folder, "tiny"), rotary_interleaved=interleaved)))
+    returned = dict(megatron_to_hf(named_weights([model]), replace(read_model_config(folder, "tiny"), rotary_interleaved=interleaved)))
     source = load_file(folder / "model.safetensors")
     assert returned.keys() == source.keys() and all(torch.equal(returned[name], source[name]) for name in source)
 
@@ -112,8 +112,8 @@ def test_mutant_rope_layout(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
     def wrong(rows: bool, layout: bool) -> PolicyModel:
         config = read_model_config(tiny, "tiny")
-        model = build_model(replace(config, rotary_interleaved=layout), ParallelConfig(), False, trainable=False)
-        load_named(model, hf_to_megatron(tiny, replace(config, rotary_interleaved=rows)))
+        (model,) = build_model(replace(config, rotary_interleaved=layout), ParallelConfig(), False, trainable=False)
+        load_named([model], hf_to_megatron(tiny, replace(config, rotary_interleaved=rows)))
         return model
 
     with torch.no_grad():
@@ -133,7 +133,7 @@ def test_decoder_logits_equal_the_policy_s(interleaved: bool, tiny: Path) -> Non
 
     model = _load(tiny, rotary_interleaved=interleaved, trainable=False)
     decoder = Decoder(replace(read_model_config(tiny, "tiny"), rotary_interleaved=interleaved), bf16=False)
-    decoder.load_weights(1, named_weights(model))
+    decoder.load_weights(1, named_weights([model]))
     ids, mask, seen = _ids(2, 9), torch.arange(9) >= torch.tensor([[0], [5]]), []
     answers, _, _ = decoder.generate(
         ids,
@@ -189,7 +189,9 @@ def test_selected_log_probs_equal_full_logits(tied: bool, tmp_path: Path, monkey
     expected = F.log_softmax(full(ids), -1)[row, column].gather(1, targets[:, None]).squeeze(1)
     seen = []
     original = model_module.token_logps
-    monkeypatch.setattr(model_module, "token_logps", lambda hidden, *rest: seen.append(tuple(hidden.shape)) or original(hidden, *rest))
+    monkeypatch.setattr(
+        model_module, "token_logps", lambda hidden, *rest, **group: seen.append(tuple(hidden.shape)) or original(hidden, *rest)
+    )
     monkeypatch.setattr(PolicyModel, "head", None)
     got = chosen(ids, None, None, select=(row, column), targets=targets)
     assert got.dtype == torch.float32 and seen == [(5, 32)]
@@ -290,21 +292,35 @@ def test_forwarded_keys() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "key"),
+    ("sizes", "message"),
     [
-        ("tensor", "tensor_model_parallel_size"),
-        ("pipeline", "pipeline_model_parallel_size"),
-        ("context", "context_parallel_size"),
-        ("expert", "expert_model_parallel_size"),
+        ({"tensor": 0}, "tensor_model_parallel_size=0: must be 1 or more"),
+        ({"virtual": 2}, "virtual_pipeline_model_parallel_size=2: model chunks are stages of a pipeline, and .* is 1"),
+        ({"expert": 2, "context": 3}, "expert_model_parallel_size=2: must divide the 3 data- and context-parallel ranks"),
     ],
 )
-def test_unsupported_parallel_sizes(field: str, key: str) -> None:
-    with pytest.raises(ConfigError, match=f"{key}=2: not supported yet by this version: set it to 1"):
-        init_parallel(ParallelConfig(**{field: 2}), 0, "127.0.0.1", 1, 0, 1.0)
+def test_parallel_sizes_that_do_not_go_together(sizes: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        init_parallel(ParallelConfig(**sizes), 0, "127.0.0.1", 1, 0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "changes", "message"),
+    [
+        ({"tensor": 3}, {}, "tensor_model_parallel_size=3: num_attention_heads is 4 in model x, not a whole number a rank"),
+        ({"tensor": 4}, {}, "tensor_model_parallel_size=4: num_query_groups is 2 in model x"),
+        ({"tensor": 2}, {"padded_vocab_size": 65}, "padded_vocab_size is 65 in model x.*or pad the vocabulary further"),
+        ({"pipeline": 3}, {}, "pipeline_model_parallel_size=3: 2 layers of model x do not divide into 3 equal parts"),
+        ({"pipeline": 2, "virtual": 2}, {}, "pipeline_model_parallel_size=2 with 2 chunks each: 2 layers of model x .* 4 equal parts"),
+    ],
+)
+def test_a_model_that_does_not_divide(sizes: dict[str, int], changes: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        transformer_config(replace(_any_config(), **changes), ParallelConfig(**sizes), False)
 
 
 def test_a_model_that_was_not_loaded_is_nan(tiny: Path) -> None:
-    model = build_model(read_model_config(tiny, "tiny"), ParallelConfig(), False, trainable=False)
+    (model,) = build_model(read_model_config(tiny, "tiny"), ParallelConfig(), False, trainable=False)
     assert model(_ids(1, 4)).isnan().all()
 
 
@@ -313,8 +329,8 @@ def test_named_weights_and_wrappers(tiny: Path) -> None:
     from mindspeed_odpo.engine.optimizer import wrap_for_training
 
     model = _load(tiny, bf16=True)
-    wrapped = wrap_for_training(model, bf16=True)
-    assert unwrap(wrapped) is model
+    wrapped = wrap_for_training([model], True, ParallelConfig())
+    assert unwrap(wrapped[0]) is model
     names = [name for name, _ in named_weights(wrapped)]
     assert len(names) == len(set(names)) == 14 and "output_layer.weight" not in names
     assert "embedding.word_embeddings.weight" in names and "decoder.layers.1.mlp.linear_fc2.weight" in names
@@ -328,16 +344,16 @@ def test_named_weights_and_wrappers(tiny: Path) -> None:
 
 def test_load_named_is_strict(tiny: Path) -> None:
     model = _load(tiny)
-    good = [(name, tensor.clone()) for name, tensor in named_weights(model)]
+    good = [(name, tensor.clone()) for name, tensor in named_weights([model])]
     name, tensor = good[3]
     with pytest.raises(DataError, match=f"1 of the model's 14 weights did not come, the first is {name}"):
-        load_named(model, good[:3] + good[4:])
+        load_named([model], good[:3] + good[4:])
     with pytest.raises(DataError, match=f"weight {name}s .*no place in the model; did you mean '{name}'"):
-        load_named(model, [*good, (name + "s", tensor)])
+        load_named([model], [*good, (name + "s", tensor)])
     with pytest.raises(DataError, match=f"weight {name} came twice"):
-        load_named(model, [*good, good[3]])
+        load_named([model], [*good, good[3]])
     with pytest.raises(DataError, match=rf"weight {name}: expected shape \[64, 32\], got \[31, 32\]"):
-        load_named(model, [(name, tensor[:31])])
+        load_named([model], [(name, tensor[:31])])
 
 
 def test_buckets_keep_order_and_size() -> None:
@@ -385,6 +401,6 @@ def test_real_smollm2() -> None:
     ids = torch.randint(3, 40000, (2, 40), generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(model(ids), _hf_logits(folder, ids), atol=1e-4, rtol=0)
     source = load_file(folder / "model.safetensors")
-    returned = dict(megatron_to_hf(named_weights(model), config))
+    returned = dict(megatron_to_hf(named_weights([model]), config))
     assert returned.keys() == source.keys()
     assert all(torch.equal(tensor, source[name]) for name, tensor in returned.items())

@@ -172,7 +172,7 @@ def test_bf16_is_near(classifier, engine):
 
 
 def test_the_value_head_stays_fp32(classifier):
-    model = open_reward("megatron", classifier, bf16=True).model
+    (model,) = open_reward("megatron", classifier, bf16=True).chunks
     assert model.value_head.weight.dtype == torch.float32
     assert {p.dtype for name, p in model.named_parameters() if name != "value_head.weight"} == {torch.bfloat16}
     assert not any(p.requires_grad for p in model.parameters()) and not model.training
@@ -267,7 +267,7 @@ def test_a_tokenizer_of_another_model(tmp_path, engine):
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_model_that_gives_nan(classifier, engine):
     reward = open_reward(engine, classifier)
-    head = reward.model.score if engine == "hf" else reward.model.value_head
+    head = reward.model.score if engine == "hf" else reward.chunks[-1].value_head
     head.weight.data.fill_(float("nan"))
     with pytest.raises(WorkerError, match="score 0 is nan, expected a finite number; answer: 'a'"):
         score(reward)

@@ -25,6 +25,7 @@ from mindspeed_odpo import cli, device
 device.setup()
 
 from mindspeed_odpo.config import PairsConfig, RewardConfig, RewardFunction, parse  # noqa: E402
+from mindspeed_odpo.engine.value_head import values  # noqa: E402
 from mindspeed_odpo.errors import ConfigError, WorkerError  # noqa: E402
 from mindspeed_odpo.hosts.standalone import Host  # noqa: E402
 from mindspeed_odpo.launch import compose  # noqa: E402
@@ -247,8 +248,7 @@ def scored_at_the_last_column(patch: pytest.MonkeyPatch) -> None:
     def forward(self, encoded):
         width = max(map(len, encoded))
         padded = torch.tensor([row + [0] * (width - len(row)) for row in encoded])
-        with torch.no_grad():
-            return self.model.values(padded, torch.full((len(encoded),), width - 1)).tolist()
+        return values(self.chunks, padded, torch.full((len(encoded),), width - 1), self._device).tolist()
 
     patch.setattr(MegatronReward, "_forward", forward)
 

@@ -36,7 +36,7 @@ def reference(folders, single_rank):
 def batch_of(reference, rollout: Rollout | None = None, pairs: Pairs | None = None) -> TrainBatch:
     rollout = problem.rollout() if rollout is None else rollout
     pairs = make_pairs(problem.scores(), rollout, problem.PAIRS_CONFIG) if pairs is None else pairs
-    return TrainBatch(rollout, pairs, forward.answer_logps(reference.model, rollout, 2, CPU))
+    return TrainBatch(rollout, pairs, forward.answer_logps(reference.chunks, rollout, 2, CPU))
 
 
 def four_answers() -> Rollout:
@@ -49,7 +49,7 @@ def four_answers() -> Rollout:
 
 def gaps(policy, batch: TrainBatch) -> list[float]:
     """log-prob of the chosen answer less that of the rejected one, for each kept pair."""
-    logps = forward.answer_logps(policy.model, batch.rollout, 2, CPU)
+    logps = forward.answer_logps(policy.chunks, batch.rollout, 2, CPU)
     both = (logps.gather(1, side) for side in (batch.pairs.chosen, batch.pairs.rejected))
     chosen, rejected = both
     return (chosen - rejected)[batch.pairs.keep].tolist()
@@ -64,7 +64,7 @@ def test_tokens_that_do_not_count_are_not_in_the_mean(policy, reference, reducti
     dialogue = replace(whole, loss_mask=mask)
     zero = torch.zeros(1, 1, dtype=torch.int64)
     batch = batch_of(reference, dialogue, Pairs(chosen=zero, rejected=zero + 1, margin=torch.zeros(1, 1), reason=zero))
-    sums = forward.answer_logps(policy.model, dialogue, 1, CPU)
+    sums = forward.answer_logps(policy.chunks, dialogue, 1, CPU)
     ratio = (sums - batch.ref_logps) / torch.tensor([divisors])
     expected = torch.nn.functional.softplus(-problem.BETA * (ratio[0, 0] - ratio[0, 1])).item()
     stats = problem.step(policy, batch, loss=LossConfig(reduction=reduction, padded_length=50))
@@ -107,7 +107,7 @@ def test_every_loss_is_the_formula_on_the_models_log_probs(policy, reference, ki
     """Mean over kept pairs of ``preference_loss`` on log-probs that a separate forward gave; micro-batches of 1 and 4 agree."""
     batch = batch_of(reference)
     loss = LossConfig(kind, label_smoothing=0.1 * (kind in SMOOTHED), reduction=reduction, padded_length=50, sft_weight=0.3)
-    policy_logps, lengths = forward.answer_logps(policy.model, batch.rollout, 2, CPU), batch.rollout.lengths()
+    policy_logps, lengths = forward.answer_logps(policy.chunks, batch.rollout, 2, CPU), batch.rollout.lengths()
     at = [side[:, 0] for side in (batch.pairs.chosen, batch.pairs.rejected)]
     row = torch.arange(problem.PAIRS)
     values = [
@@ -151,7 +151,7 @@ def test_all_pairs_of_a_prompt_equal_the_pairs_one_by_one(policy, reference, mic
     pairs = make_pairs(scores, rollout, PairsConfig(select="all"))
     batch = batch_of(reference, rollout, pairs)
     assert int(pairs.keep.sum()) == 17  # of 18, one is a tie
-    logps = forward.answer_logps(policy.model, rollout, 2, CPU)
+    logps = forward.answer_logps(policy.chunks, rollout, 2, CPU)
     each = [
         preference_loss(
             *(t[p, side[p, m]] for t in (logps, batch.ref_logps) for side in (pairs.chosen, pairs.rejected)),
@@ -241,7 +241,7 @@ def test_log_probs_are_of_the_whole_distribution_whatever_the_sampler_did(policy
     """The rollout carries no log-prob of its own: with temperature and nucleus sampling the numbers of the loss are still those
     at temperature 1 over the full vocabulary, which the decoder's own distribution is not."""
     rollout = problem.rollout().select([0])
-    got = forward.answer_logps(policy.model, rollout, 1, CPU)[0, 0].item()
+    got = forward.answer_logps(policy.chunks, rollout, 1, CPU)[0, 0].item()
     rows = forward.pack_rows(rollout, torch.tensor([0]), torch.tensor([0]))
     with torch.no_grad():
         logits = policy.model(rows.ids)[rows.row, rows.column]

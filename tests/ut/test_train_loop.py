@@ -88,7 +88,7 @@ class Log:
 
         yield timed
 
-    def record(self, rollout, scores, pairs, stats, beta) -> None:
+    def record(self, rollout, scores, pairs, stats, beta, sync_bytes=None) -> None:
         self.losses.append(stats.mean("loss"))
         self.versions.append(rollout.policy_version)
 

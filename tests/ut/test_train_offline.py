@@ -38,7 +38,11 @@ class World:
         self.betas: list[float] = []
         self.rows: list[list[int]] = []
         self.actor = SimpleNamespace(
-            start=lambda facts: 0, update=self.update, save=lambda step: self.calls.append(f"save {step}"), export_hf=print
+            start=lambda facts: 0,
+            data_began=lambda: 0,
+            update=self.update,
+            save=lambda step: self.calls.append(f"save {step}"),
+            export_hf=print,
         )
         self.reference = SimpleNamespace(logps=lambda rollout: self.logps(torch.zeros(384), rollout))
 
@@ -116,11 +120,11 @@ def test_cached_numbers_are_fresh_ones_and_count_what_the_mask_says(home, mask):
     data = load(config)
     ours = problem.load(home / "model", False)
     theirs = AutoModelForCausalLM.from_pretrained(home / "model", dtype=torch.float32).eval()
-    ReferenceCache(config, data).fill(lambda rollout: forward.answer_logps(ours.model, rollout, 2, CPU))
+    ReferenceCache(config, data).fill(lambda rollout: forward.answer_logps(ours.chunks, rollout, 2, CPU))
     cached = ReferenceCache(config, data).read()
     for step in (1, 2, 3):
         rollout, _ = data.batch(step)
-        torch.testing.assert_close(cached[rollout.prompt_index], forward.answer_logps(ours.model, rollout, 3, CPU), rtol=0, atol=1e-5)
+        torch.testing.assert_close(cached[rollout.prompt_index], forward.answer_logps(ours.chunks, rollout, 3, CPU), rtol=0, atol=1e-5)
         for p in range(len(rollout)):
             prompt = rollout.prompt_ids[p][rollout.prompt_mask[p]]
             for k in range(2):
@@ -136,7 +140,7 @@ def test_a_tiny_model_starts_at_ln_2_and_learns(home):
     config = make_config(home)
     data, policy = load(config), problem.load(home / "model", True, lr=1e-3)
     table = ReferenceCache(config, data).fill(
-        lambda rollout: forward.answer_logps(problem.load(home / "model", False).model, rollout, 4, CPU)
+        lambda rollout: forward.answer_logps(problem.load(home / "model", False).chunks, rollout, 4, CPU)
     )
     losses = []
     for step in range(1, 21):

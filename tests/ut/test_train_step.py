@@ -30,7 +30,7 @@ def exact(folders):
 
 
 def batch_of(reference, rollout):
-    ref = forward.answer_logps(reference.model, rollout, 2, CPU)
+    ref = forward.answer_logps(reference.chunks, rollout, 2, CPU)
     return TrainBatch(rollout, pairs_module.make_pairs(problem.scores(), rollout, problem.PAIRS_CONFIG), ref)
 
 
@@ -44,7 +44,7 @@ def run(folders, micro_batch_size=2, left=0, right=0):
         policy.optimizer.reload_model_params()
     rollout = problem.rollout(left, right)
     batch = batch_of(reference, rollout)
-    before = forward.answer_logps(policy.model, rollout, 2, CPU)
+    before = forward.answer_logps(policy.chunks, rollout, 2, CPU)
     stats = problem.step(policy, batch, micro_batch_size)
     return stats, before, batch, policy.weights()
 
@@ -98,7 +98,7 @@ def test_without_a_kept_pair_nothing_moves(folders):
     before = policy.weights()
     rollout = problem.rollout()
     pairs = pairs_module.make_pairs(torch.zeros(problem.PAIRS, 2), rollout, PairsConfig())
-    stats = problem.step(policy, TrainBatch(rollout, pairs, forward.answer_logps(reference.model, rollout, 2, CPU)))
+    stats = problem.step(policy, TrainBatch(rollout, pairs, forward.answer_logps(reference.chunks, rollout, 2, CPU)))
     assert stats.skipped and stats.pairs == 0
     assert all(torch.equal(value, before[name]) for name, value in policy.weights().items())
 
@@ -202,8 +202,8 @@ MUTANTS = {
     "eos_not_counted": (forward, "pack_rows", _without_eos),
     "prompt_counted": (forward, "pack_rows", _with_prompt),
     "mean_for_sum": (forward.Rows, "sums", _mean),
-    "padded_vocabulary_in_softmax": (model_module, "token_logps", lambda h, w, t, v: _token_logps(h, w, t, PADDED)),
-    "tempered_log_probs": (model_module, "token_logps", lambda h, w, t, v: _token_logps(h / 0.7, w, t, v)),
+    "padded_vocabulary_in_softmax": (model_module, "token_logps", lambda h, w, t, v, **k: _token_logps(h, w, t, PADDED)),
+    "tempered_log_probs": (model_module, "token_logps", lambda h, w, t, v, **k: _token_logps(h / 0.7, w, t, v)),
     "averaged_over_ranks_twice": (forward, "dp_size", lambda: 2),
     "micro_batches_averaged_unevenly": (forward, "_micro_batches", lambda b, m: [b.pairs.keep.nonzero()[:3]]),
 }
